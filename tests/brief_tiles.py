@@ -15,7 +15,7 @@ CHOICES: list[Choice] = [
     (dim, t, pack)
     for dim in BRIEF
     for t in BRIEF[dim] + BRIEF_KEYS.get(dim, ())
-    for pack in (1, *(BRIEF_PACKS if dim <= 128 and ((t.groups, t.keys) == (2, 128) or t.groups == 1) else ()))
+    for pack in (1, *(BRIEF_PACKS if dim <= 128 and ((t.warpgroups, t.keys) == (2, 128) or t.warpgroups == 1) else ()))
 ]
 # Shapes and options, as `draw_inputs` and `check` take them: more queries than a tile has of a head, a group that packs
 # do not divide, keys beyond a tile.
@@ -46,4 +46,4 @@ def taken(choice: Choice, plans: list[KernelPlan]) -> bool:
     """Whether all of them have it: (some tiles have no room for 192 columns of V)."""
     _, t, pack = choice
     told = [dict(x.constants) for x in plans]
-    return bool(told) and all((x["GROUPS"], x["KEYS"], x["PACK"]) == (t.groups, t.keys, pack) for x in told)
+    return bool(told) and all((x["WARPGROUPS"], x["KEYS"], x["PACK"]) == (t.warpgroups, t.keys, pack) for x in told)

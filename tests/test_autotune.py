@@ -73,10 +73,10 @@ def test_what_is_tried_are_fields_of_the_tiles(family: str, of: Pass) -> None:
 def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
     """dK and dV of a warpgroup's 64 keys leave through the room of two tiles of dS and the parts of dQ."""
     trials = list(candidates(problem("float16", 128, dim_v=dim_v), H200, BACKWARD, "sm90"))
-    narrow = [c for c in (dict(trial.plan.constants) for trial in trials) if c["KEYS"] == 64 * c["GROUPS"]]
+    narrow = [c for c in (dict(trial.plan.constants) for trial in trials) if c["KEYS"] == 64 * c["WARPGROUPS"]]
     for c in narrow:
-        room = 2 * 2 * c["ROWS"] * c["KEYS"] + c["GROUPS"] * 4 * 64 * c["ROWS"]
-        assert c["GROUPS"] * 2 * 64 * (c["DIM"] + c["DIM_V"]) <= room
+        room = 2 * 2 * c["ROWS"] * c["KEYS"] + c["WARPGROUPS"] * 4 * 64 * c["ROWS"]
+        assert c["WARPGROUPS"] * 2 * 64 * (c["DIM"] + c["DIM_V"]) <= room
     assert narrow or dim_v > 128
 
 
@@ -106,8 +106,8 @@ def test_tiles_of_hopper_tangents_come_out_even() -> None:
     tried = [dict(zip(TILES_OF_H.tried, values)) for values in itertools.product(*TILES_OF_H.tried.values())]
     possible = [t for t in tried if TILES_OF_H.possible(TILES_OF_H.tile([*t.values()]), asked)]
     assert {t["key_stages"] for t in possible if t["ahead"]} == {2, 3, 4}  # what is owed keeps one
-    assert {(t["groups"], t["rows"]) for t in possible} == {(2, 32), (2, 64), (3, 32)}
-    assert {(t["groups"], t["keys"]) for t in possible} == {(2, 32), (2, 64), (3, 32), (3, 48)}
+    assert {(t["warpgroups"], t["rows"]) for t in possible} == {(2, 32), (2, 64), (3, 32)}
+    assert {(t["warpgroups"], t["keys"]) for t in possible} == {(2, 32), (2, 64), (3, 32), (3, 48)}
 
 
 def test_a_family_with_nothing_to_choose() -> None:

@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     },
     "score": {"seq": (150, 260), "dims": (128, 128), "score": "relative", "by": "block", "scale": -0.1},
     "192": {"seq": (150, 280), "heads": (3, 1), "dims": (192, 128), "by": "head", "causal": True, "given": ("sinks",)},
-    "three-groups": {"seq": (200, 300), "dims": (128, 128), "tile": (3, 96, 2)},
+    "three-warpgroups": {"seq": (200, 300), "dims": (128, 128), "tile": (3, 96, 2)},
     "sums": {"seq": (300, 1500), "heads": (4, 2), "by": "block", "causal": True},
     "sums-full": {"seq": (200, 1300), "dims": (128, 128), "by": "head", "given": ("sinks",)},
     "sums-wide": {"seq": (130, 1100), "heads": (1, 1), "dims": (256, 256), "window": (900, 300)},

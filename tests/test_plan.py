@@ -363,7 +363,7 @@ def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
     for seq_q in (5, 1000):
         chosen = plan(problem("float16", *dims, batch=10, seq_q=seq_q), H200)
         told = constants(chosen)
-        rows = 64 if told["OWN_Q"] else 64 * int(told["GROUPS"]) // int(told["PACK"])
+        rows = 64 if told["OWN_Q"] else 64 * int(told["WARPGROUPS"]) // int(told["PACK"])
         assert chosen.maps == (
             ("q", rows, told["PACK"]),
             ("k", told["KEYS"], 1),
@@ -373,7 +373,7 @@ def test_boxes_are_tiles(dims: tuple[int, int]) -> None:
     chosen = plan(problem("float16", *dims), H200, BACKWARD)
     told = constants(chosen)
     rows, keys = told["ROWS"], int(told["KEYS"])
-    leaving = min(64, keys) if keys == 64 * int(told["GROUPS"]) else keys
+    leaving = min(64, keys) if keys == 64 * int(told["WARPGROUPS"]) else keys
     assert {box.array: box.rows for box in chosen.maps} == {
         "q": rows, "dout": rows, "k": keys, "v": keys, "dk": leaving, "dv": leaving,
     }  # fmt: skip

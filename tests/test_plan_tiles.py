@@ -80,7 +80,7 @@ def test_of_short_sequences_the_tile_that_is_chosen_is_nearly_the_fastest(of: Pa
         asked = problem("bfloat16", dim, batch=batch, seq_q=seq_q, seq_k=seq_k, heads_q=heads_q, heads_k=heads_k,
                         diagonal=seq_k - seq_q, **masked)  # fmt: skip
         told = constants(plan(asked, H200, of))
-        names = ("GROUPS", "KEYS", "STAGES", "BLOCKS", "PACK") if of is FORWARD else ("ROWS", "KEYS", "GROUPS")
+        names = ("WARPGROUPS", "KEYS", "STAGES", "BLOCKS", "PACK") if of is FORWARD else ("ROWS", "KEYS", "WARPGROUPS")
         times = row["us"]
         chosen = times.get(" ".join(str(told[name]) for name in names))
         if chosen is not None:  # (a few were not timed)
@@ -156,7 +156,7 @@ def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
         shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
         assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
         tiles = -(-900 // (told["KEYS"] * told["CLUSTER"]))
-        assert shape[0] == tiles * told["CLUSTER"] * told["GROUPS"] * dict(chosen.scalars)["shares"]
+        assert shape[0] == tiles * told["CLUSTER"] * told["WARPGROUPS"] * dict(chosen.scalars)["shares"]
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (200, 0), (30, 77), (0, None)])
@@ -248,13 +248,18 @@ def test_few_queries_have_tiles_of_one_warpgroup() -> None:
         short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4, given=given)
         chosen = plan(short, H200)
         told = constants(chosen)
-        assert (told["GROUPS"], told["PACK"], chosen.launches[0].grid, chosen.launches[0].threads) == (1, 1, 200, 256)
+        assert (told["WARPGROUPS"], told["PACK"], chosen.launches[0].grid, chosen.launches[0].threads) == (
+            1,
+            1,
+            200,
+            256,
+        )
         assert blocks * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
         assert plan(replace(short, batch=500), H200).launches[0].grid == blocks * 132
 
 
 def test_tiles_up_to_64_are_such_that_no_multiprocessor_has_more_to_do_than_it_needs() -> None:
-    for length, batch, groups, blocks in (
+    for length, batch, warpgroups, blocks in (
         (49, 50, 1, 3),
         (2049, 1, 3, 1),
         (2049, 8, 3, 1),
@@ -263,22 +268,22 @@ def test_tiles_up_to_64_are_such_that_no_multiprocessor_has_more_to_do_than_it_n
     ):
         asked = problem("bfloat16", batch=batch, heads_q=12, heads_k=12, seq_q=length, seq_k=length)
         told = constants(plan(asked, H200))
-        assert (length, told["GROUPS"], told["BLOCKS"], told["Q_STAGES"]) == (length, groups, blocks, 2)
+        assert (length, told["WARPGROUPS"], told["BLOCKS"], told["Q_STAGES"]) == (length, warpgroups, blocks, 2)
     mask = (Given("mask", "bool", ("batch", "head", "query", "key")),)
     for fields in ({"softcap": 30.0}, {"given": mask}, {"given": BIAS}):
         asked = problem("bfloat16", batch=64, heads_q=12, heads_k=12, seq_q=256, seq_k=256, **fields)
-        assert constants(plan(asked, H200))["GROUPS"] in (2, 3)
+        assert constants(plan(asked, H200))["WARPGROUPS"] in (2, 3)
 
 
 def test_up_to_96_columns_three_warpgroups_where_they_have_less_to_do() -> None:
-    for batch, heads, length, dim, fields, groups in (
+    for batch, heads, length, dim, fields, warpgroups in (
         (1, 20, 16384, 96, {}, 3), (16, 16, 729, 72, {"softcap": 9.0}, 2), (16, 16, 729, 100, {}, 2),
         (1, 20, 16384, 96, {"right": 0}, 2),
     ):  # fmt: skip
         asked = problem(
             "bfloat16", dim, batch=batch, heads_q=heads, heads_k=heads, seq_q=length, seq_k=length, **fields
         )
-        assert constants(plan(asked, H200))["GROUPS"] == groups
+        assert constants(plan(asked, H200))["WARPGROUPS"] == warpgroups
 
 
 def test_few_keys_have_tiles_of_no_more() -> None:
@@ -291,7 +296,7 @@ def test_few_keys_have_tiles_of_no_more() -> None:
 
 
 def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than_it_need() -> None:
-    for length, groups, blocks, keys, given in (
+    for length, warpgroups, blocks, keys, given in (
         (1, 2, 2, 64, ()), (128, 2, 2, 64, ()), (129, 3, 1, 128, ()), (192, 3, 1, 128, ()), (193, 4, 1, 64, ()),
         (256, 4, 1, 64, ()), (257, 3, 1, 128, ()), (512, 3, 1, 128, ()), (577, 3, 1, 128, ()), (2000, 3, 1, 128, ()),
         (256, 4, 1, 64, BIAS), (300, 2, 2, 64, BIAS), (2000, 4, 1, 64, BIAS),
@@ -299,14 +304,14 @@ def test_up_to_32_tiles_are_such_that_no_multiprocessor_has_much_more_to_do_than
         asked = problem("float16", 32, batch=50, heads_k=8, seq_q=length, given=given)
         chosen = plan(asked, H200)
         told = constants(chosen)
-        assert [told[x] for x in ("DIM", "DIM_V", "GROUPS", "BLOCKS", "KEYS")] == [32, 32, groups, blocks, keys]
-        assert chosen.launches[0].grid == min(-(-length // (64 * groups)) * 400, blocks * 132)
+        assert [told[x] for x in ("DIM", "DIM_V", "WARPGROUPS", "BLOCKS", "KEYS")] == [32, 32, warpgroups, blocks, keys]
+        assert chosen.launches[0].grid == min(-(-length // (64 * warpgroups)) * 400, blocks * 132)
         assert blocks * (chosen.launches[0].shared_memory + 1024) <= H200.shared_memory + 1024
         assert told["Q_STAGES"] == 2  # the next tile's comes early
         assert constants(plan(asked, H200, BACKWARD))["DIM"] == 32
-    for batch, groups in ((8, 2), (9, 4)):  # heads enough for all multiprocessors, or not
+    for batch, warpgroups in ((8, 2), (9, 4)):  # heads enough for all multiprocessors, or not
         asked = problem("float16", 32, batch=batch, heads_k=8, seq_q=256)
-        assert constants(plan(asked, H200))["GROUPS"] == groups
+        assert constants(plan(asked, H200))["WARPGROUPS"] == warpgroups
     for dims in ((32, 33), (33, 32), (8, 64)):
         told = constants(plan(problem("float16", *dims, seq_q=256), H200))
         assert (told["DIM"], told["DIM_V"]) == (64, 64)
@@ -317,7 +322,7 @@ def test_short_sequences_have_backward_tiles_of_one_warpgroup() -> None:
     short = problem("float16", 32, batch=50, seq_q=49, seq_k=49, heads_q=4, heads_k=4)
     chosen = plan(short, H200, BACKWARD)
     told = constants(chosen)
-    assert [told[name] for name in ("GROUPS", "ROWS", "KEYS", "SHARES")] == [1, 64, 64, False]
+    assert [told[name] for name in ("WARPGROUPS", "ROWS", "KEYS", "SHARES")] == [1, 64, 64, False]
     assert (chosen.launches[-1].grid, chosen.launches[-1].threads) == (200, 256)
     assert 2 * (told["SHARED_MEMORY"] + 1024) <= H200.shared_memory + 1024
     many = plan(replace(short, batch=5000), H200, BACKWARD)
@@ -329,9 +334,9 @@ def test_short_sequences_have_backward_tiles_of_one_warpgroup() -> None:
         {"seq_q": 1},
         {"causal": "top_left", "right": 0},
     ):
-        assert constants(plan(replace(short, **fields), H200, BACKWARD))["GROUPS"] == 1
+        assert constants(plan(replace(short, **fields), H200, BACKWARD))["WARPGROUPS"] == 1
     for other in ({"seq_q": 65}, {"seq_k": 65}, {"dim": 65}, {"dim_v": 65}):
-        assert constants(plan(replace(short, **other), H200, BACKWARD))["GROUPS"] == 2
+        assert constants(plan(replace(short, **other), H200, BACKWARD))["WARPGROUPS"] == 2
 
 
 def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() -> None:
@@ -346,10 +351,10 @@ def test_at_head_dimension_64_what_asks_for_most_registers_has_two_warpgroups() 
         {"given": slopes, **causal},
         {"right": 9},
     ):
-        assert constants(plan(replace(asked, **fields), H200))["GROUPS"] == 3
+        assert constants(plan(replace(asked, **fields), H200))["WARPGROUPS"] == 3
     left, right = {"given": slopes, "left": 9, **causal}, {"given": slopes, "right": 9}
     for fields in ({"dropout": 0.1}, {"dropout": 0.1, **causal}, left, right):
-        assert constants(plan(replace(asked, **fields), H200))["GROUPS"] == 2
+        assert constants(plan(replace(asked, **fields), H200))["WARPGROUPS"] == 2
 
 
 def test_blocks_that_share_dq_come_in_pairs() -> None:
@@ -391,7 +396,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
         for dim in (64, 96, 128, 192, 256):
             asked = problem("bfloat16", dim, batch=12, seq_q=seq_q, heads_q=heads_q, heads_k=heads_k)
             chosen = plan(asked, H200)
-            rows, told = 64 * int(constants(chosen)["GROUPS"]), constants(chosen)
+            rows, told = 64 * int(constants(chosen)["WARPGROUPS"]), constants(chosen)
             if pack == 1:
                 tiles = heads_q * -(-seq_q // rows)
             assert (chosen.family, told["PACK"]) == ("sm90", pack)
@@ -410,7 +415,7 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
         )
         told, q = constants(chosen), chosen.maps[0]
         pack = int(told["PACK"])
-        assert pack > 1 and (q.heads, q.rows * pack) == (pack, 64 * int(told["GROUPS"]))
+        assert pack > 1 and (q.heads, q.rows * pack) == (pack, 64 * int(told["WARPGROUPS"]))
         tiles = 40 * heads_k * -(-heads_q // heads_k // pack) * -(-seq_q // q.rows)
         assert chosen.launches[0].grid == min(tiles, int(told["BLOCKS"]) * H200.sms)
     one = plan(problem("bfloat16", batch=1, seq_q=1, heads_q=8, heads_k=1), H200)
@@ -422,4 +427,4 @@ def test_heads_that_share_keys_share_tiles_where_queries_are_few() -> None:
 def test_a_tuned_tile_packs_too() -> None:
     asked = problem("bfloat16", batch=10, seq_q=3, heads_q=8, heads_k=1)
     told = constants(plan(asked, H200, tiles={"sm90": (3, 128, 2, 1, 0), "sm80": (64, 64, 4, 1, 2, 2)}))
-    assert (told["GROUPS"], told["PACK"]) == (3, 64)  # 3 rows each
+    assert (told["WARPGROUPS"], told["PACK"]) == (3, 64)  # 3 rows each

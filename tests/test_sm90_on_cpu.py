@@ -389,18 +389,18 @@ def test_thread_blocks_share_keys(case: str, rng: np.random.Generator, monkeypat
     assert [x.name for x in seen[0].launches] == ["attention_forward", "attention_combine"]
 
 
-# Heads of a group, and of the last one, in a cache that holds K and V of few: the bytes of that, the problem.
-GROUPED: dict[str, tuple[int, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+# Heads of a round, and of the last one, in a cache that holds K and V of few: the bytes of that, the problem.
+ROUNDS: dict[str, tuple[int, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "one": (80_000, ("bfloat16", {"seq": (300, 300), "heads": (3, 3)}, {"causal": True})),
     "two": (200_000, ("float16", {"seq": (300, 362), "heads": (8, 4), "dims": (128, 100)}, {"causal": True})),
     "wide": (1, ("bfloat16", {"seq": (260, 260), "heads": (3, 3), "dims": (192, 128)}, {"window": (150, 0)})),
 }
 
 
-@cases(GROUPED, "one")
-def test_heads_come_in_groups(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@cases(ROUNDS, "one")
+def test_heads_come_in_rounds(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many heads as the L2 cache holds are dealt out at once, and at the end all that are left."""
-    cache, problem = GROUPED[case]
+    cache, problem = ROUNDS[case]
     make = on_cpu.generate
     usual = "CACHE = 16 << 20;"
 

@@ -108,7 +108,7 @@ def test_short_ones(rng: np.random.Generator) -> None:
     """Of sequences of up to 64 rows, as the planner takes them to be, and one that is longer."""
     of = packed(rng, [60, 1, 64, 0, 9, 100], [64, 2, 63, 3, 7, 130], heads=(2, 1))
     problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
-    assert dict(plan(problem, GPU, BACKWARD, "sm90").constants)["GROUPS"] == 1
+    assert dict(plan(problem, GPU, BACKWARD, "sm90").constants)["WARPGROUPS"] == 1
     check("sm90", GPU, of, {"deterministic": True}, tiles={"forward": USUAL, "backward": (64, 64, 1, 2, 2, 0)})
 
 

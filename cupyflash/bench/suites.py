@@ -267,7 +267,7 @@ def _moved(problem: Problem, family: str | None) -> Measured:
 def tile_of(chosen: KernelPlan) -> int:
     """How many rows of the other side one row that was fetched serves: queries, in flash1 keys."""
     constants = dict(chosen.constants)
-    tile = constants["OWNED"] if "OWNED" in constants else constants.get("ROWS") or 64 * constants["GROUPS"]
+    tile = constants["OWNED"] if "OWNED" in constants else constants.get("ROWS") or 64 * constants["WARPGROUPS"]
     return int(tile)
 
 

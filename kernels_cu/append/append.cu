@@ -1,7 +1,8 @@
-// New rows of K and V behind those that caches have, K turned by the angles of its positions; Q, turned, in an array of its own;
-// and what lengths there are then. A thread has 2 WIDTH columns of a head's row, two halves of pairs where these are turned. Bound
-// by memory and by the way to it: all that a row is looked up by is on its way while what it holds is. Its Params are its own
-// (cupyflash/gpu/append.py). Nothing that lengths, offsets, pages or slots hold leads outside of the caches.
+// New rows of K and V behind those that caches have, K turned by the angles of its positions; Q, turned, in an array of
+// its own; and what lengths there are then. A thread has 2 WIDTH columns of a head's row, two halves of pairs where
+// these are turned. Bound by memory and by the way to it: all that a row is looked up by is on its way while what it
+// holds is. Its Params are its own (cupyflash/gpu/append.py). Nothing that lengths, offsets, pages or slots hold leads
+// outside of the caches.
 #include "ptx/convert.cuh"
 
 using Number = unsigned long long;  // in which sums of nonsense wrap, and are looked at then

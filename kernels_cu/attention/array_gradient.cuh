@@ -1,13 +1,13 @@
-// Gradients of arrays that a score reads (bias, ALiBi slopes): dS times what the score changes by, summed over all pairs that
-// read an element. A thread block has a tile of the array, or, along axes that it is broadcast along, all that reads it, and
-// recomputes dS of one tile of pairs after the other: nothing is added in memory, so that the result is the same bits in every
-// run, and no kernel that computes dQ, dK and dV knows of it. Where blocks would be too few, several ("splits") share what a
-// tile sums, and their parts are added afterwards.
+// Gradients of arrays that a score reads (bias, ALiBi slopes): dS times what the score changes by, summed over all
+// pairs that read an element. A thread block has a tile of the array, or, along axes that it is broadcast along, all
+// that reads it, and recomputes dS of one tile of pairs after the other: nothing is added in memory, so that the result
+// is the same bits in every run, and no kernel that computes dQ, dK and dV knows of it. Where blocks would be too few,
+// several ("splits") share what a tile sums, and their parts are added afterwards.
 #pragma once
 #include "attention/pairs.cuh"
 
-// What is known of such an array: where its gradient goes, and what an element's score changes by. A new one is a class here,
-// and its line in ARRAYS_OVER_PAIRS.
+// What is known of such an array: where its gradient goes, and what an element's score changes by. A new one is a class
+// here, and its line in ARRAYS_OVER_PAIRS.
 struct OfPairs {
     static constexpr bool BIAS = false;      // whether it is the bias, whose own tile a block may keep
     static constexpr bool BY_KEY = true;     // whether it may have an axis of keys
@@ -76,8 +76,8 @@ struct CountOf<true> {
     using type = long long;
 };
 
-// What a thread block sums: tiles of ROWS queries by KEYS keys, in order. Strides of 0 are those of axes that the array is
-// broadcast along: all tiles along them are summed. Of what is alike along diagonals it has a diagonal of tiles.
+// What a thread block sums: tiles of ROWS queries by KEYS keys, in order. Strides of 0 are those of axes that the array
+// is broadcast along: all tiles along them are summed. Of what is alike along diagonals it has a diagonal of tiles.
 template <class Of, int ROWS, int KEYS>
 struct SummedTiles {
     static constexpr bool DIAGONAL = Of::DIAGONAL && ROWS == KEYS, LINES = Of::LINES;
@@ -99,7 +99,8 @@ struct SummedTiles {
             if (!broadcast) block /= count;
         };
         if constexpr (DIAGONAL) {
-            int number = block % (all_q + all_k - 1), shift = number - (all_q - 1);  // tile of keys less tile of queries
+            // shift: tile of keys less tile of queries.
+            int number = block % (all_q + all_k - 1), shift = number - (all_q - 1);
             block /= all_q + all_k - 1;
             tile_q = max(0, -shift), tile_k = max(0, shift), tiles_k = 1, tiles_q = min(all_q - tile_q, all_k - tile_k);
         } else {
@@ -127,7 +128,8 @@ struct SummedTiles {
                (s.query ? tiles_q_of(p, true) : 1) * (s.key ? tiles_k_of(p, true) : 1);
     }
 
-    // A place in them, in order: heads that share K and V follow each other. Tiles in which no query sees a key are left out.
+    // A place in them, in order: heads that share K and V follow each other. Tiles in which no query sees a key are
+    // left out.
     struct Step : Known<RAGGED> {
         Count n;
         int b, h, q, k;  // number, and place along each axis
@@ -178,11 +180,13 @@ struct SummedTiles {
         for (; has(step); after(step)) {
             PairsTile& at = step.tile;
             if constexpr (!RAGGED) {
-                at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS, (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS};
+                at = {Head::of_q(p, batch + step.b, head + step.h), (tile_q + step.q) * ROWS,
+                      (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS};
             } else {
                 if (!step.known) at.head = Head::of_q(p, batch + step.b, head + step.h);
                 const Head& of = at.head;
-                at.i = (tile_q + step.q) * ROWS, at.j = (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS, at.bits = {};
+                at.i = (tile_q + step.q) * ROWS, at.j = (tile_k + step.k + (DIAGONAL ? step.q : 0)) * KEYS,
+                at.bits = {};
                 step.known = true;
                 if (at.i >= of.queries(p) || of.keys(p) == 0) {
                     pass_over(step, tiles_q - 1);
@@ -211,8 +215,8 @@ struct SummedTiles {
     }
 
    public:
-    // Add up the block's tile of sums, value(row, column), where the array is broadcast along queries or keys, and write it;
-    // by a block of THREADS, with scratch memory for ROWS numbers.
+    // Add up the block's tile of sums, value(row, column), where the array is broadcast along queries or keys, and
+    // write it; by a block of THREADS, with scratch memory for ROWS numbers.
     template <int THREADS, class F>
     __device__ void write(F value, Accum* scratch) const {
         const PairStrides& s = Of::strides(p);
@@ -231,7 +235,8 @@ struct SummedTiles {
             int row = n / columns, column = n % columns;
             Accum sum = 0;
             for (int r = row; r < (s.query ? row + 1 : ROWS); r++) sum += s.key ? value(r, column) : scratch[r];
-            long long at = batch * s.batch + head * s.head + ((LINES ? lines.begin : tile_q * ROWS) + row) * s.query + (tile_k * KEYS + column) * s.key;
+            long long at = batch * s.batch + head * s.head + ((LINES ? lines.begin : tile_q * ROWS) + row) * s.query +
+                           (tile_k * KEYS + column) * s.key;
             if (Of::splits(p) == 1)
                 Of::target(p)[at] = from_float<Pointed<decltype(Of::target(p))>>(sum);
             else
@@ -242,10 +247,12 @@ struct SummedTiles {
     // Of the array.
     __device__ static long long elements(const Params& p) {
         const PairStrides& s = Of::strides(p);
-        return (s.batch ? p.batch : 1LL) * (s.head ? p.heads_q : 1) * (s.query ? Of::queries(p) : 1) * (s.key ? Of::keys(p) : 1);
+        return (s.batch ? p.batch : 1LL) * (s.head ? p.heads_q : 1) * (s.query ? Of::queries(p) : 1) *
+               (s.key ? Of::keys(p) : 1);
     }
 
-    // The parts of all splits, `each` of them so many, become the gradient: one element for each thread, by blocks of THREADS.
+    // The parts of all splits, `each` of them so many, become the gradient: one element for each thread, by blocks of
+    // THREADS.
     template <int THREADS>
     __device__ void add_parts(int each = 1) const {
         long long count = elements(p), at = (long long)blockIdx.x * THREADS + threadIdx.x;

@@ -28,7 +28,8 @@ struct Visits {
     __device__ Visits(const Params& p, const Head& head, const int* list, int tiles, int tile) : list(list) {
         int count = p.lists * tiles, n = number(p, head) * tiles + tile;
         visits = list + 2 * count + 1;
-        if (RAGGED && tile >= tiles) return;  // none of the mask's: no steps, but who looks ahead may ask for the tile of one
+        // None of the mask's: no steps, but who looks ahead may ask for the tile of one.
+        if (RAGGED && tile >= tiles) return;
         steps = {list[n], list[n + 1]};
     }
 

@@ -1,10 +1,11 @@
-// K and V of 8 bits beside Q of 16 (EIGHT): what the numbers of their rows are multiplied by when they are widened, read where a
-// row of one number would lie. It may be the same for all rows of a head.
+// K and V of 8 bits beside Q of 16 (EIGHT): what the numbers of their rows are multiplied by when they are widened,
+// read where a row of one number would lie. It may be the same for all rows of a head.
 #pragma once
 #include "attention/head.cuh"
 
 // Where that of row j lies in `scales`; null: in no page.
-__device__ inline const float* scale_of_row(const Params& p, const Head& head, const float* scales, const PairStrides& s, int j) {
+__device__ inline const float* scale_of_row(const Params& p, const Head& head, const float* scales,
+                                            const PairStrides& s, int j) {
     Strides rows{s.batch, s.key, s.head};
     if constexpr (config::PAGED) return head.paged_row(p, scales, rows, j);
     return head.key_row(scales, rows, j);

@@ -1,5 +1,5 @@
-// Keys that no query sees and queries that see no key may hold anything. Their probabilities are 0, but 0 times NaN is NaN: where
-// they come in a tile with others, and what brings the tile does not leave them out, zeros take their place.
+// Keys that no query sees and queries that see no key may hold anything. Their probabilities are 0, but 0 times NaN is
+// NaN: where they come in a tile with others, and what brings the tile does not leave them out, zeros take their place.
 #pragma once
 #include "attention/pairs.cuh"
 #include "ptx/shared.cuh"
@@ -26,8 +26,8 @@ struct DeadRows {
         return all != 0;
     }
 
-    // Zeros there, by one of WARPS warps, 16 bytes after the other whichever row they are of: the faster one where all are dead,
-    // as in tiles of padding. (The backward, which does so once for a tile of keys, spills with it.)
+    // Zeros there, by one of WARPS warps, 16 bytes after the other whichever row they are of: the faster one where all
+    // are dead, as in tiles of padding. (The backward, which does so once for a tile of keys, spills with it.)
     template <int WARPS, class Tile>
     __device__ void clear_many(Tile tile, int warp) const {
         constexpr int EACH = 16 / sizeof(Product), PIECES = Tile::COLUMNS / EACH;

@@ -1,12 +1,13 @@
-// Dropout (Srivastava et al. 2014) of probabilities. Whether one is kept is a function of the seed, the batch entry, the head,
-// the query and the key alone: the same in every kernel, in the forward, the backward and on a CPU, and nothing is stored.
+// Dropout (Srivastava et al. 2014) of probabilities. Whether one is kept is a function of the seed, the batch entry,
+// the head, the query and the key alone: the same in every kernel, in the forward, the backward and on a CPU, and
+// nothing is stored.
 #pragma once
 #include "attention/origin.cuh"
 #include "attention/pairs.cuh"
 
-// Philox4x32 (Salmon et al. 2011): a counter of four words becomes four random words. 7 rounds are the fewest that pass BigCrush
-// there. The counter is (key, batch entry, query, head), so that the first two rounds know either of the query or of the key;
-// a lane that has one of these for many of the other takes them once.
+// Philox4x32 (Salmon et al. 2011): a counter of four words becomes four random words. 7 rounds are the fewest that pass
+// BigCrush there. The counter is (key, batch entry, query, head), so that the first two rounds know either of the query
+// or of the key; a lane that has one of these for many of the other takes them once.
 struct Philox {
     static constexpr int ROUNDS = 7;
 
@@ -57,9 +58,9 @@ struct Philox {
     __device__ static unsigned high(unsigned long long x) { return unsigned(x >> 32); }
 };
 
-// Four words are 16 bits for each of eight pairs, a group: two queries that differ in bit 3, by four keys that differ in bits 3
-// and 0. That is what a lane holds of an accumulator (tile/fragment.cuh). Word 2 (bit 3 of the key) + (bit 3 of the query), its
-// half by bit 0 of the key.
+// Four words are 16 bits for each of eight pairs, a group: two queries that differ in bit 3, by four keys that differ
+// in bits 3 and 0. That is what a lane holds of an accumulator (tile/fragment.cuh). Word 2 (bit 3 of the key) + (bit 3
+// of the query), its half by bit 0 of the key.
 struct Dropout {
     Philox philox;
 
@@ -92,7 +93,7 @@ struct Dropout {
     }
 };
 
-// What sums of kept probabilities are divided by, and its natural logarithm. The backward has P / kept in the place of P: as
-// exp(S - lse - log kept), so that with kept delta dS = P / kept (dP - kept delta) costs no further product.
+// What sums of kept probabilities are divided by, and its natural logarithm. The backward has P / kept in the place of
+// P: as exp(S - lse - log kept), so that with kept delta dS = P / kept (dP - kept delta) costs no further product.
 __device__ inline Accum kept(const Params& p) { return config::DROPOUT ? p.kept : Accum(1); }
 __device__ inline Accum lse_of_kept(const Params& p, Accum lse) { return config::DROPOUT ? lse + p.log_kept : lse; }

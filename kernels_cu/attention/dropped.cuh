@@ -1,5 +1,5 @@
-// Dropout in a warp's accumulator. A probability that is dropped gets a minus sign: rounded as `pack2` does where it is told that
-// (RELU) it is 0, and the backward has both the probability and the decision in one register.
+// Dropout in a warp's accumulator. A probability that is dropped gets a minus sign: rounded as `pack2` does where it is
+// told that (RELU) it is 0, and the backward has both the probability and the decision in one register.
 #pragma once
 #include "attention/dropout.cuh"
 #include "ptx/math.cuh"
@@ -30,8 +30,8 @@ __device__ void drop(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS
                     }
                 }
             } else {
-                // The two queries side by side belong to two groups, each of which this lane shares with the one whose key
-                // differs in bit 0: each of the two lanes takes one group, and they exchange halves.
+                // The two queries side by side belong to two groups, each of which this lane shares with the one whose
+                // key differs in bit 0: each of the two lanes takes one group, and they exchange halves.
                 bool odd = lane & 4;
                 unsigned mine = odd ? 0x7632 : 0x5410, others = odd ? 0x5410 : 0x7632;
                 Philox::Side key = dropout.of_key(j / 4 + 4 * m + lane / 8, at.head);

@@ -1,7 +1,7 @@
-// Where one key takes all of a query's probability, its dO * O is its dO * V, and dP - delta is 0. In float32 and float64 that
-// shall be so to the bit, as it is in standard attention: dQ and dK are dS times Q and K, and these are large there. So
-// rowsum(dO * O) is the diagonal of a product on the tensor cores, whose sums have the order of those of dP. (In 16 bits that
-// would show nowhere.)
+// Where one key takes all of a query's probability, its dO * O is its dO * V, and dP - delta is 0. In float32 and
+// float64 that shall be so to the bit, as it is in standard attention: dQ and dK are dS times Q and K, and these are
+// large there. So rowsum(dO * O) is the diagonal of a product on the tensor cores, whose sums have the order of those
+// of dP. (In 16 bits that would show nowhere.)
 #pragma once
 #include "attention/operands.cuh"
 #include "attention/prepare.cuh"

@@ -66,8 +66,12 @@ struct Head : Sequence {
     __device__ int entry_q() const { return config::PACKED_Q ? 0 : batch; }
     __device__ int entry_k() const { return config::PACKED_K ? 0 : batch; }
     // The same for the copy engine, from a column on: in a map of an input, and in that of a result.
-    __device__ InMap at_query(const Params& p, int i, int column = 0) const { return {mapped_query(p, i), q, entry_q(), column}; }
-    __device__ InMap at_key(const Params& p, int j, int column = 0) const { return {mapped_key(p, j), k, entry_k(), column}; }
+    __device__ InMap at_query(const Params& p, int i, int column = 0) const {
+        return {mapped_query(p, i), q, entry_q(), column};
+    }
+    __device__ InMap at_key(const Params& p, int j, int column = 0) const {
+        return {mapped_key(p, j), k, entry_k(), column};
+    }
     // Of pages, whose rows behind the end may be asked for, too. What is no page lies outside of the map.
     __device__ InMap in_page(int row, int page) const { return {row, k, page, 0}; }
     template <class Given>

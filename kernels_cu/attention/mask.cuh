@@ -1,11 +1,12 @@
-// The seam for a warp's accumulator. A lane holds few rows of many columns ("lines"); what a row has in common is looked up
-// once. `arrays`: where the kernel has mask and bias, in memory (here) or in shared memory (sm90/pair_tiles.cuh).
+// The seam for a warp's accumulator. A lane holds few rows of many columns ("lines"); what a row has in common is
+// looked up once. `arrays`: where the kernel has mask and bias, in memory (here) or in shared memory
+// (sm90/pair_tiles.cuh).
 #pragma once
 #include "attention/pairs.cuh"
 #include "tile/fragment.cuh"
 
-// Mask and bias in memory, as the lines of an accumulator of M row fragments read them: a query and keys from the lane's
-// first one on, or (TRANSPOSED) a key and queries.
+// Mask and bias in memory, as the lines of an accumulator of M row fragments read them: a query and keys from the
+// lane's first one on, or (TRANSPOSED) a key and queries.
 template <int M, bool TRANSPOSED>
 struct InMemory {
     decltype(Params::mask) masks[config::MASK ? 2 * M : 1];
@@ -31,10 +32,14 @@ struct InMemory {
 
     // Of column n, of those that the lane holds: 8 * group + {0, 1}.
     __device__ bool visible(int line, int n) const { return n < counts[line] && masks[line][n * mask_step]; }
-    __device__ Accum bias(int line, int n) const { return n < counts[line] ? Accum(to_float(biases[line][n * bias_step])) : 0; }
+    __device__ Accum bias(int line, int n) const {
+        return n < counts[line] ? Accum(to_float(biases[line][n * bias_step])) : 0;
+    }
 
     // Of columns n and n + 1.
-    __device__ void visible(int line, int n, bool (&x)[2]) const { x[0] = visible(line, n), x[1] = visible(line, n + 1); }
+    __device__ void visible(int line, int n, bool (&x)[2]) const {
+        x[0] = visible(line, n), x[1] = visible(line, n + 1);
+    }
     __device__ void bias(int line, int n, Accum (&x)[2]) const { x[0] = bias(line, n), x[1] = bias(line, n + 1); }
 };
 
@@ -81,7 +86,8 @@ struct Lines {
     // Both elements of a line from column n on.
     template <bool NEAR>
     __device__ void score(Accum& first, Accum& second, int line, int n) const {
-        if constexpr (Terms::GIVEN == Terms::IN_PRODUCT) {  // (with more to see through, the compiler would leave a consumer's run as a function)
+        // With more to see through, the compiler would leave a consumer's run as a function.
+        if constexpr (Terms::GIVEN == Terms::IN_PRODUCT) {
             first = sum<NEAR>(first, line, n);
             second = sum<NEAR>(second, line, n + 1);
         } else {
@@ -110,8 +116,8 @@ struct Lines {
     }
 };
 
-// Whether a warp's products are all so near 0 that their soft caps are a polynomial: told by sums of squares, of eight in a tile
-// for 128 keys. (By absolute values it takes as long.)
+// Whether a warp's products are all so near 0 that their soft caps are a polynomial: told by sums of squares, of eight
+// in a tile for 128 keys. (By absolute values it takes as long.)
 template <int M, int N>
 __device__ bool near_zero(const Accumulator<M, N>& x, const Pairs& pairs) {
     if constexpr (!NEAR_CAPS) return false;
@@ -197,8 +203,8 @@ __device__ void hide_by_bits(Accumulator<M, N>& x, const Placement<TRANSPOSED, H
     }
 }
 
-// Hidden elements of column groups [BEGIN, END) become `value`: of each row the columns that positions leave are one range,
-// so that an element costs a comparison or two with a constant.
+// Hidden elements of column groups [BEGIN, END) become `value`: of each row the columns that positions leave are one
+// range, so that an element costs a comparison or two with a constant.
 template <int BEGIN, int END, int M, int N, bool TRANSPOSED, int HEAD_ROWS, int COUNT, class Arrays>
 __device__ void hide(Accumulator<M, N>& x, const Placement<TRANSPOSED, HEAD_ROWS>& at, const Pairs& pairs,
                      const KeysSeen<COUNT>& seen, const Arrays& arrays, Accum value) {

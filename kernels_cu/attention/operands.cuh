@@ -1,6 +1,6 @@
-// Q, K, V and dO as the tensor cores take them: from where they are, or, of float32, as two float16 a number (tile/halves.cuh)
-// that `attention_split` has put into the plan's own memory before. A row of these is all its high parts, then all its low
-// ones; every tile has a power of two of its own, so that the whole range of float32 has room.
+// Q, K, V and dO as the tensor cores take them: from where they are, or, of float32, as two float16 a number
+// (tile/halves.cuh) that `attention_split` has put into the plan's own memory before. A row of these is all its high
+// parts, then all its low ones; every tile has a power of two of its own, so that the whole range of float32 has room.
 #pragma once
 #include "attention/pairs.cuh"
 #include "attention/tiles.cuh"
@@ -26,7 +26,9 @@ struct OfKeys : KeyTiles<config::KEYS> {
     }
     static constexpr bool ALL_LIVE = OfQueries::ALL_LIVE;
     __device__ static bool live(const Params& p, const Head& head, int j) { return Pairs(p, head).is_seen(j); }
-    __device__ static long long row_number(const Params& p, const Head& head, int j) { return head.key_row_number(p, j); }
+    __device__ static long long row_number(const Params& p, const Head& head, int j) {
+        return head.key_row_number(p, j);
+    }
 };
 
 // What Params knows of an array: where it is, and where its halves and the units of its tiles are.
@@ -43,8 +45,8 @@ struct Halves {
     float* units;
 };
 
-// Arrays by name: their rows, their columns in a tile and in memory, and whether they are given. (Templates, because not
-// every plan's Params has all of it.)
+// Arrays by name: their rows, their columns in a tile and in memory, and whether they are given. (Templates, because
+// not every plan's Params has all of it.)
 #define OPERAND(NAME, ROWED, OF_TILE, ARRAY, IN_MEMORY, IS_GIVEN)                                                      \
     struct NAME : ROWED {                                                                                              \
         static constexpr bool GIVEN = IS_GIVEN;                                                                        \
@@ -103,7 +105,8 @@ __device__ void scale_by_units(Accumulator<M, N>& product, float a, float b) {
     if (!normal) product.each([&](Accum& x, int, int) { x *= b; });
 }
 
-// The largest of the block's x, which are not negative; by all of its threads, WARPS floats of shared memory at `address`.
+// The largest of the block's x, which are not negative; by all of its threads, WARPS floats of shared memory at
+// `address`.
 template <int WARPS>
 __device__ float largest_of_block(float x, unsigned address) {
 #pragma unroll
@@ -137,7 +140,8 @@ __device__ float4 load_4(const T* from, int count, bool vectors) {
     return {count > 0 ? from[0] : 0, count > 1 ? from[1] : 0, count > 2 ? from[2] : 0, count > 3 ? from[3] : 0};
 }
 
-// What is infinite or NaN stands among the low parts: there it meets the other operand's high part alone, whose sign counts.
+// What is infinite or NaN stands among the low parts: there it meets the other operand's high part alone, whose sign
+// counts.
 template <int N>
 __device__ void split_pair(unsigned& high, unsigned& low, float x, float y, float times) {
     unsigned pairs[N];
@@ -184,7 +188,8 @@ __device__ void split_tile(const P& p, int n) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < rows * CHUNKS; i += SPLIT_THREADS) {
         float4 x = numbers(i);
-        largest = fmaxf(fmaxf(fmaxf(largest, finite_size(x.x)), finite_size(x.y)), fmaxf(finite_size(x.z), finite_size(x.w)));
+        largest =
+            fmaxf(fmaxf(fmaxf(largest, finite_size(x.x)), finite_size(x.y)), fmaxf(finite_size(x.z), finite_size(x.w)));
     }
     PowerOfTwo power(largest_of_block<SPLIT_THREADS / 32>(largest, shared_address(maxima)));
     if (threadIdx.x == 0) halves.units[n] = power.unit;

@@ -17,8 +17,9 @@ using Pointed = decltype(pointed::to(Pointer()));
 
 #include "user/score.cuh"  // of the plan, which has the user's score function
 
-// Where a tile of scores stands: element (row, column) is the pair of query i + row and key j + column. TRANSPOSED: rows are
-// keys. HEAD_ROWS: heads that share K and V share the tile, and each has so many rows of it; `row`: the first of these.
+// Where a tile of scores stands: element (row, column) is the pair of query i + row and key j + column. TRANSPOSED:
+// rows are keys. HEAD_ROWS: heads that share K and V share the tile, and each has so many rows of it; `row`: the first
+// of these.
 template <bool TRANSPOSED = false, int HEAD_ROWS = 0>
 struct Placement {
     int head, i, j, row = 0;
@@ -42,8 +43,8 @@ struct Placement {
 // Whether scores are more than the product of Q and K: they come in powers of two then.
 constexpr bool SCORED = config::SOFTCAP || config::SCORE || Terms::GIVEN > 0;
 
-// Whether soft caps of a tile whose products are all near 0 are reckoned without the special-function unit, which they keep
-// busier than the exponentials do: a polynomial is as exact as 16 bits ask.
+// Whether soft caps of a tile whose products are all near 0 are reckoned without the special-function unit, which they
+// keep busier than the exponentials do: a polynomial is as exact as 16 bits ask.
 constexpr bool NEAR_CAPS =
     config::SOFTCAP && !config::SCORE && !Terms::IN_PRODUCT && sizeof(In) == 2 && !config::BATCH_INVARIANT;
 
@@ -74,9 +75,9 @@ struct Pairs {
     // What it is multiplied by to be in natural units, those of lse.
     __device__ Accum unit() const { return SCORED ? LN2 : p.scale; }
 
-    // The score of a pair from its product s of Q and K: scale, soft cap or score function, and what is added to that. (Softmaxes
-    // take the largest score, so `unit` is not negative.) Asked beyond the last query, key and head too: what is read from an
-    // array must be in bounds.
+    // The score of a pair from its product s of Q and K: scale, soft cap or score function, and what is added to that.
+    // (Softmaxes take the largest score, so `unit` is not negative.) Asked beyond the last query, key and head too:
+    // what is read from an array must be in bounds.
     __device__ Accum score(Accum s, Pair at) const { return Terms::onto(product(s, at, tabled(at)), p, head, at); }
 
     // The derivative of unit * score with respect to |scale| * s, which multiplies dS in the backward.
@@ -121,8 +122,8 @@ struct Pairs {
         return sign * fma(-t, t, Accum(1));
     }
 
-    // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units. Rows behind packed
-    // sequences have none.
+    // The logit that a row's denominator has beside those of its keys (Xiao et al. 2023), in natural units. Rows behind
+    // packed sequences have none.
     __device__ Accum sink(int of_head) const {
         if (head.behind_all(p)) return MINUS_INFINITY;
         return to_float(p.sinks[real_head(p, of_head) * p.sinks_strides.head]);
@@ -142,7 +143,9 @@ struct Pairs {
 
     // The keys among which those are that a query may see, and the queries among which those are that may see a key.
     __device__ Range keys_of(int i) const { return Band{p, head}.keys_of(i); }
-    __device__ Range queries_of(int j, bool key_seen) const { return key_seen ? Band{p, head}.queries_of(j) : Range{0, 0}; }
+    __device__ Range queries_of(int j, bool key_seen) const {
+        return key_seen ? Band{p, head}.queries_of(j) : Range{0, 0};
+    }
 
     // Whether the query sees any key, and the key is seen by any, whatever mask and block mask say.
     __device__ bool sees(int i) const {
@@ -204,7 +207,9 @@ struct KeysSeen {
 
     __device__ bool operator[](int n) const { return !config::KEY_MASK || (bits[n / 32] >> n % 32 & 1); }
     // Of n + shift, where they are in one word.
-    __device__ bool shifted(int n, int shift) const { return !config::KEY_MASK || (bits[n / 32] >> shift >> n % 32 & 1); }
+    __device__ bool shifted(int n, int shift) const {
+        return !config::KEY_MASK || (bits[n / 32] >> shift >> n % 32 & 1);
+    }
 };
 
 // At the start of a branch that a whole warp takes or not: keeps the compiler from computing both sides always.

@@ -17,10 +17,11 @@ __device__ Accum* prepared_rows(const Params& p, const Head& head, int tile) {
     return prepared_rows<SIZE>(p, QueryTiles<SIZE>::number(p, head, tile));
 }
 
-// Fill in those of query i, from its sum = rowsum(dO * O): delta is that, less the gradient of lse where there is one, since
-// dS = P (dP - delta + dlse). Where there is no query, or its lse is -inf (it saw no key, or no finite score),
-// exp2(s - inf) is 0, and so is delta, whatever dO holds there. With a sink lse is that; those that key_mask leaves no key, or positions
-// where lengths are data, are told from others here, as by lse -inf elsewhere. (With dropout: see there.)
+// Fill in those of query i, from its sum = rowsum(dO * O): delta is that, less the gradient of lse where there is one,
+// since dS = P (dP - delta + dlse). Where there is no query, or its lse is -inf (it saw no key, or no finite score),
+// exp2(s - inf) is 0, and so is delta, whatever dO holds there. With a sink lse is that; those that key_mask leaves no
+// key, or positions where lengths are data, are told from others here, as by lse -inf elsewhere. (With dropout: see
+// there.)
 template <int SIZE>
 __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, int first, int i, Accum sum) {
     bool there = i < head.queries(p);
@@ -39,8 +40,8 @@ __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, i
 // The largest number up to `most` that n is a multiple of.
 constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
 
-// f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of 16-bit numbers (others: exact_delta.cuh). O and
-// dO: these two arrays.
+// f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of 16-bit numbers (others:
+// exact_delta.cuh). O and dO: these two arrays.
 template <int SIZE, class F>
 __device__ void for_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& out_strides,
                              const In* dout, const Strides& dout_strides, F f) {

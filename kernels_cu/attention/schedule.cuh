@@ -6,8 +6,8 @@
 // In which order the tiles of a head start.
 enum class Order { AS_NUMBERED, LAST_FIRST, LONGEST_FIRST };
 
-// Of queries: where later ones see more keys these first; of a list those with most tiles to visit. (Its lists do not know how
-// many of these there are where lengths are data.)
+// Of queries: where later ones see more keys these first; of a list those with most tiles to visit. (Its lists do not
+// know how many of these there are where lengths are data.)
 constexpr Order QUERY_ORDER =
     walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
 
@@ -17,19 +17,20 @@ constexpr Order key_order(bool in_turn) {
     return walk::LISTED && !RAGGED ? Order::LONGEST_FIRST : Order::AS_NUMBERED;
 }
 
-// The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many `groups` at
-// most, then those of all heads that are left.
+// The n-th tile of `heads` heads, where those of `together` heads are dealt out at once, first tiles first: so many
+// `rounds` at most, then those of all heads that are left.
 struct TileIndex {
     int head, tile;
 };
 constexpr int ANY_NUMBER = 0x7fffffff;
-__device__ inline TileIndex index_in_turn(int n, int tiles, int heads, int together, int groups = ANY_NUMBER) {
-    int group = min(n / (together * tiles), groups), first = group * together, rest = n - first * tiles;
-    int these = group < groups ? min(together, heads - first) : heads - first;
+__device__ inline TileIndex index_in_turn(int n, int tiles, int heads, int together, int rounds = ANY_NUMBER) {
+    int round = min(n / (together * tiles), rounds), first = round * together, rest = n - first * tiles;
+    int these = round < rounds ? min(together, heads - first) : heads - first;
     return {first + rest % these, rest / these};
 }
 
-// The same where the first tiles of a head may be far longer than all others: a few of each head before everything else.
+// The same where the first tiles of a head may be far longer than all others: a few of each head before everything
+// else.
 __device__ inline TileIndex index_longest_first(int n, int tiles, int heads, int together) {
     int longest = tiles_in(tiles, 64);
     if (n < longest * heads) return {n % heads, n / heads};
@@ -37,8 +38,8 @@ __device__ inline TileIndex index_longest_first(int n, int tiles, int heads, int
     return {at.head, at.tile + longest};
 }
 
-// Which tile of all heads is the n-th to start. GROUPED: tiles of `together` heads at once.
-template <class Tiles, Order ORDER, bool GROUPED = false>
+// Which tile of all heads is the n-th to start. IN_ROUNDS: tiles of `together` heads at once.
+template <class Tiles, Order ORDER, bool IN_ROUNDS = false>
 struct Schedule {
     const Params& p;
     int tiles;  // of a head
@@ -46,15 +47,16 @@ struct Schedule {
     __device__ Schedule(const Params& p) : p(p), tiles(Tiles::of_head(p)) {}
 
     // Of so many heads in all.
-    __device__ TileIndex index(int n, int heads, int together = 1, int groups = ANY_NUMBER) const {
+    __device__ TileIndex index(int n, int heads, int together = 1, int rounds = ANY_NUMBER) const {
         if (ORDER == Order::LONGEST_FIRST) return index_longest_first(n, tiles, heads, together);
-        return GROUPED ? index_in_turn(n, tiles, heads, together, groups) : TileIndex{n / tiles, n % tiles};
+        return IN_ROUNDS ? index_in_turn(n, tiles, heads, together, rounds) : TileIndex{n / tiles, n % tiles};
     }
     // Which tile of a head that is; of a list, which of those with most to visit, and which tile.
     __device__ int ordered(int n) const { return ORDER == Order::LAST_FIRST ? tiles - 1 - n : n; }
     __device__ HeadTile ordered(HeadTile at) const {
         if constexpr (Tiles::PACKED)
-            at.number = at.number < 0 || ORDER == Order::AS_NUMBERED ? at.number : Tiles::of(p, at.head) - 1 - at.number;
+            at.number =
+                at.number < 0 || ORDER == Order::AS_NUMBERED ? at.number : Tiles::of(p, at.head) - 1 - at.number;
         else
             at.number = ordered(at.number);
         return at;
@@ -64,7 +66,7 @@ struct Schedule {
     }
 
     __device__ HeadTile tile(int n, int together = 1) const {
-        if (ORDER != Order::LONGEST_FIRST && !GROUPED) {
+        if (ORDER != Order::LONGEST_FIRST && !IN_ROUNDS) {
             return ordered(numbered<Tiles>(p, n, tiles));
         }
         TileIndex at = index(n, Tiles::all_heads(p), together);

@@ -1,4 +1,5 @@
-// What score functions of the user's own are made of, beside C's operators and mathematics. cupyflash/gpu/score.py writes them.
+// What score functions of the user's own are made of, beside C's operators and mathematics. cupyflash/gpu/score.py
+// writes them.
 #pragma once
 #include "attention/origin.cuh"
 #include "ptx/convert.cuh"

@@ -1,8 +1,9 @@
-// Gradients of the arrays that a score function reads: dS times what the score changes by, added to the element that the pair
-// reads. As with a bias (array_gradient.cuh) a thread block sums dS of all tiles of pairs that read the same elements, in
-// registers. Which these are follows from what the index depends on. Then it adds up what reads one element for certain: the
-// pairs of a row, a column or a diagonal. What is left is few, and is added in memory: by atomic operations in any order, or,
-// where the result must be the same in every run, as integers, in units that the largest of all sums decides.
+// Gradients of the arrays that a score function reads: dS times what the score changes by, added to the element that
+// the pair reads. As with a bias (array_gradient.cuh) a thread block sums dS of all tiles of pairs that read the same
+// elements, in registers. Which these are follows from what the index depends on. Then it adds up what reads one
+// element for certain: the pairs of a row, a column or a diagonal. What is left is few, and is added in memory: by
+// atomic operations in any order, or, where the result must be the same in every run, as integers, in units that the
+// largest of all sums decides.
 #pragma once
 #include "attention/array_gradient.cuh"
 

@@ -1,5 +1,6 @@
-// A sequence, an entry of the batch: how many queries and keys it has, on which keys its queries stand, and where its rows lie.
-// Lengths are read here alone, and coordinates of rows made: those of packed sequences, caches and pages come in here.
+// A sequence, an entry of the batch: how many queries and keys it has, on which keys its queries stand, and where its
+// rows lie. Lengths are read here alone, and coordinates of rows made: those of packed sequences, caches and pages come
+// in here.
 #pragma once
 #include "tile/places.cuh"
 
@@ -31,8 +32,9 @@ struct Packed {
     Range rows;
 };
 
-// The last of `count` sequences of which starts(n, its first row) is true; what is left behind them is one more, number `count`.
-// Whatever `offsets` hold, sequences follow each other without a gap: each begins between the two that the search has met.
+// The last of `count` sequences of which starts(n, its first row) is true; what is left behind them is one more, number
+// `count`. Whatever `offsets` hold, sequences follow each other without a gap: each begins between the two that the
+// search has met.
 template <class Offset, class F>
 __device__ Packed find_packed(const Offset* offsets, int count, int rows, F starts) {
     Packed at{0, {0, rows}};
@@ -57,8 +59,8 @@ __device__ Packed find_keys(const Params& p, F starts) {
     return find_packed(p.cu_seqlens_k, p.batch, p.rows_k, starts);
 }
 
-// How many queries and keys a sequence has, and where they begin in arrays that have one entry for all sequences: said by shapes, or
-// (DATA) by what was read when it was made.
+// How many queries and keys a sequence has, and where they begin in arrays that have one entry for all sequences: said
+// by shapes, or (DATA) by what was read when it was made.
 template <bool DATA>
 struct Lengths {
     __device__ static Lengths of(int, Range, Range) { return {}; }
@@ -97,8 +99,8 @@ struct Sequence : Lengths<RAGGED> {
     __device__ static Sequence of(const Params& p, int n) {
         return of<OF_QUERIES>(p, n, OF_QUERIES ? rows_of_queries(p, n) : rows_of_keys(p, n));
     }
-    // The same where its own rows are known. What is left behind packed sequences sees nothing and is seen by nobody, and so is
-    // what arrays over pairs are too small for.
+    // The same where its own rows are known. What is left behind packed sequences sees nothing and is seen by nobody,
+    // and so is what arrays over pairs are too small for.
     template <bool OF_QUERIES>
     __device__ static Sequence of(const Params& p, int n, Range own) {
         Range q = OF_QUERIES ? own : rows_of_queries(p, n), k = OF_QUERIES ? rows_of_keys(p, n) : own;
@@ -142,8 +144,8 @@ struct Sequence : Lengths<RAGGED> {
     // In which row of its entry of an array query i lies, or key j. (Of pages: Head::key_row.)
     __device__ int query_at(int i) const { return config::PACKED_Q ? first_query() + i : i; }
     __device__ int key_at(int j) const { return config::PACKED_K ? first_key() + j : j; }
-    // The same in a tensor map (gpu/tensormap.py), which of inputs knows of no rows before the first live one. (Of what can be none
-    // the loading thread has no registers.)
+    // The same in a tensor map (gpu/tensormap.py), which of inputs knows of no rows before the first live one. (Of what
+    // can be none the loading thread has no registers.)
     __device__ int mapped_query(const Params& p, int i) const {
         return RAGGED ? query_at(i) : i - (config::RIGHT ? p.first_q : 0);
     }
@@ -151,7 +153,8 @@ struct Sequence : Lengths<RAGGED> {
         return RAGGED ? key_at(j) : j - (config::LEFT ? p.first_k : 0);
     }
 
-    // Where query i of a head has its number in an array (B, Hq, Sq), and key j in one (B, Hk, Sk): (Hq, T), (Hk, Tk) of packed ones.
+    // Where query i of a head has its number in an array (B, Hq, Sq), and key j in one (B, Hk, Sk): (Hq, T), (Hk, Tk)
+    // of packed ones.
     __device__ long long query_number(const Params& p, int head, int i) const {
         if (config::PACKED_Q) return (long long)head * p.rows_q + query_at(i);
         return ((long long)batch * p.heads_q + head) * p.seq_q + i;
@@ -171,8 +174,8 @@ struct Sequence : Lengths<RAGGED> {
         return {int(n % p.seq_q), int(n / p.seq_q % p.heads_q), int(n / p.seq_q / p.heads_q)};
     }
 
-    // Of all: how many numbers an array (B, Hq, Sq) has, or so many times; the longest one's queries and keys, which are the axes of
-    // arrays over pairs; bytes of K and V of a head (of packed sequences in the mean).
+    // Of all: how many numbers an array (B, Hq, Sq) has, or so many times; the longest one's queries and keys, which
+    // are the axes of arrays over pairs; bytes of K and V of a head (of packed sequences in the mean).
     __device__ static long long all_query_numbers(const Params& p, long long times = 1) {
         if (config::PACKED_Q) return times * p.heads_q * p.rows_q;
         return times * p.batch * p.heads_q * p.seq_q;
@@ -205,7 +208,8 @@ struct Sequence : Lengths<RAGGED> {
     // As AttentionProblem.live.
     __device__ Live live(const Params& p) const {
         int queries = this->queries(p), keys = this->keys(p), shift = diagonal(p);
-        Range q{config::RIGHT ? max(0, -shift - p.right) : 0, config::LEFT ? min(queries, keys - shift + p.left) : queries};
+        Range q{config::RIGHT ? max(0, -shift - p.right) : 0,
+                config::LEFT ? min(queries, keys - shift + p.left) : queries};
         Range k{config::LEFT ? max(0, shift - p.left) : 0, config::RIGHT ? min(keys, queries + shift + p.right) : keys};
         return q.begin < q.end && k.begin < k.end ? Live{q, k} : Live{{0, queries}, {0, keys}};
     }

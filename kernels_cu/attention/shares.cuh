@@ -1,6 +1,6 @@
-// Where query tiles are fewer than multiprocessors, the keys that a tile visits are dealt out in shares, each as if it had
-// no others (Dao et al. 2023, "Flash-Decoding"). Thread blocks leave O and lse of their share in memory, unrounded, and
-// `attention_combine` makes one row of each: with lse = log sum exp(lse_n), O = sum exp(lse_n - lse) O_n.
+// Where query tiles are fewer than multiprocessors, the keys that a tile visits are dealt out in shares, each as if it
+// had no others (Dao et al. 2023, "Flash-Decoding"). Thread blocks leave O and lse of their share in memory, unrounded,
+// and `attention_combine` makes one row of each: with lse = log sum exp(lse_n), O = sum exp(lse_n - lse) O_n.
 #pragma once
 #include "attention/pairs.cuh"
 #include "attention/tiles.cuh"

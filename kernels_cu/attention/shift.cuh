@@ -2,6 +2,6 @@
 #pragma once
 
 // The mean over the first tile with more of the row's weight than this is its c; what comes before has c = 0. That
-// leaves out c * (its weight) * V, which rounding P to 16 bits outweighs by far. Other types round little enough for any
-// weight.
+// leaves out c * (its weight) * V, which rounding P to 16 bits outweighs by far. Other types round little enough for
+// any weight.
 constexpr float NO_WEIGHT = sizeof(In) == 2 ? 0x1p-20f : 0;

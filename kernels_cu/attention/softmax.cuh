@@ -1,20 +1,20 @@
-// Online softmax over the rows of a warp's accumulator (Dao 2023, Algorithm 1), in base 2. Every rounding is written out
-// (kernels are compiled without contraction), so that all inlined copies of a function give the same bits.
+// Online softmax over the rows of a warp's accumulator (Dao 2023, Algorithm 1), in base 2. Every rounding is written
+// out (kernels are compiled without contraction), so that all inlined copies of a function give the same bits.
 #pragma once
 #include "attention/exact_lse.cuh"
 #include "ptx/math.cuh"
 #include "ptx/order.cuh"
 #include "tile/fragment.cuh"
 
-// How large a probability, taken with a maximum that is out of date, may become: in T, and so that its product with a value
-// is far from float32's range.
+// How large a probability, taken with a maximum that is out of date, may become: in T, and so that its product with a
+// value is far from float32's range.
 template <class T>
 constexpr float FITS = 0x1p32f;
 template <>
 constexpr float FITS<half_t> = 0x1p15f;
 
-// Where the largest probability of a row stands when its maximum is raised, as an exponent of 2: of 8 bits, which have few binades
-// below 1, in the upper ones. 448 is the largest, and 2^8 what is left to grow.
+// Where the largest probability of a row stands when its maximum is raised, as an exponent of 2: of 8 bits, which have
+// few binades below 1, in the upper ones. 448 is the largest, and 2^8 what is left to grow.
 constexpr Accum TOP = sizeof(Product) == 1 ? 6 : 0;
 
 // Exponents up to which factor * s - factor * maximum may be taken in one step, see row_factor.
@@ -35,8 +35,8 @@ struct OnlineSoftmax {
     }
 
     // The factor of a row. factor * s - factor * maximum is taken in one step, which would show the rounding of
-    // factor * maximum where that is huge. There scores are so far apart that any factor of the size will do: a power of two,
-    // which rounds nothing.
+    // factor * maximum where that is huge. There scores are so far apart that any factor of the size will do: a power
+    // of two, which rounds nothing.
     __device__ Accum row_factor(int m, int h) const {
         bool huge = fabs(maximum[m][h] * factor) > ONE_STEP;
         return huge ? leading_bit(factor) : factor;
@@ -58,8 +58,8 @@ struct OnlineSoftmax {
     }
 
     // Raise the maximum to the largest score, and tell whether the result so far must `shrink` for it. A maximum that
-    // grows by less than 2^8 is left alone: the probabilities stay far from overflow, and the result is divided by a sum
-    // taken with the same maximum. (What that costs in accuracy, and saves: docs/notes/rescaling.md.)
+    // grows by less than 2^8 is left alone: the probabilities stay far from overflow, and the result is divided by a
+    // sum taken with the same maximum. (What that costs in accuracy, and saves: docs/notes/rescaling.md.)
     __device__ bool raise(const Accum (&largest)[M][2], Accum (&shrink)[M][2]) {
         bool grown = false;
 #pragma unroll
@@ -78,7 +78,8 @@ struct OnlineSoftmax {
                     // (with TOP not a row that is above it: another of the warp may have grown)
                     Accum raised = TOP == 0 ? largest[m][h] : larger(maximum[m][h], largest[m][h] - TOP / factor);
                     // What the other rows of the warp are follows from how a sequence's queries are cut.
-                    if (config::BATCH_INVARIANT && !((largest[m][h] - maximum[m][h]) * factor > 8)) raised = maximum[m][h];
+                    if (config::BATCH_INVARIANT && !((largest[m][h] - maximum[m][h]) * factor > 8))
+                        raised = maximum[m][h];
                     // a row that has seen no key has nothing to rescale, and -inf - -inf would be NaN
                     shrink[m][h] =
                         maximum[m][h] == MINUS_INFINITY ? Accum(0) : exp2_approx((maximum[m][h] - raised) * factor);
@@ -133,8 +134,8 @@ struct OnlineSoftmax {
         return finite ? (maximum[m][h] - best[m][h]) * row_factor(m, h) : 0;
     }
 
-    // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False where
-    // that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
+    // The same without a look at their maximum, where it was raised before; `added` is to be added to the sum. False
+    // where that overflows, or a row has seen no key so far: the scores are lost then, and nothing else has changed.
     // exponent(s, factor, x): factor * s + x, or of what is no score yet its score's. Columns are taken in SLICES, and
     // slice(n) is done before those of slice n.
     template <int SLICES, int N, class F, class G>
@@ -195,9 +196,9 @@ struct OnlineSoftmax {
             }
     }
 
-    // From the sums of whole rows: in `sum` what the result is to be multiplied by, in `maximum` lse. `unit`: of a score, in natural
-    // units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the sum. Rows that saw no key: 0,
-    // and the sink or -inf.
+    // From the sums of whole rows: in `sum` what the result is to be multiplied by, in `maximum` lse. `unit`: of a
+    // score, in natural units; `kept`: the share of the result that dropout has kept; sink(row): a logit more in the
+    // sum. Rows that saw no key: 0, and the sink or -inf.
     template <class F>
     __device__ void close(Accum unit, Accum kept, F sink) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// Tangents: what changes, and by how much, where arrays of a call move. Kernels that are given some ask this beside what
-// `Pairs` answers. With z the scores in natural units, lse and delta of a row, and t for what something changes by,
+// Tangents: what changes, and by how much, where arrays of a call move. Kernels that are given some ask this beside
+// what `Pairs` answers. With z the scores in natural units, lse and delta of a row, and t for what something changes
+// by,
 //
 //     P = exp(z - lse)    dz = P (dP - delta)    tP = P (tz - tlse)    tdz = tP (dP - delta) + P (tdP - tdelta)
 #pragma once
@@ -48,8 +49,8 @@ struct MovingRow {
     Accum lse, delta, tlse, tdelta;
 };
 
-// What becomes of a pair that has this probability: tP; the derivatives dz by its score and dx by its product of Q and K,
-// but for |scale|; and what these change by. Without a probability all are 0, whatever stands elsewhere.
+// What becomes of a pair that has this probability: tP; the derivatives dz by its score and dx by its product of Q and
+// K, but for |scale|; and what these change by. Without a probability all are 0, whatever stands elsewhere.
 struct MovedPair {
     Accum tp = 0, dz = 0, tdz = 0, dx = 0, tdx = 0;
 

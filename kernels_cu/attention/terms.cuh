@@ -1,6 +1,6 @@
-// What is added to the product of Q and K: a list of terms. All families ask it, pair by pair (`onto`) or along the lines of a
-// warp's accumulator (`Along`). A new one is a class here, its name in `Terms` below, and `adds` in its row of
-// cupyflash/rules.py.
+// What is added to the product of Q and K: a list of terms. All families ask it, pair by pair (`onto`) or along the
+// lines of a warp's accumulator (`Along`). A new one is a class here, its name in `Terms` below, and `adds` in its row
+// of cupyflash/rules.py.
 #pragma once
 #include "attention/walk.cuh"
 #include "ptx/convert.cuh"
@@ -74,9 +74,11 @@ struct NoColumns {
 // how much what it adds changes, in natural units: a template, since few kernels' Params have tangents.
 template <class Of>
 struct Term {
-    static constexpr bool GROWS = true;        // whether a row's scores may grow by it on the way from its last key to its first
-    static constexpr bool IN_PRODUCT = false;  // whether its lines have a `number` instead, which goes into the product's multiplication
-    static constexpr bool MOVES = false;       // whether what it adds has a tangent
+    // Whether a row's scores may grow by it on the way from its last key to its first.
+    static constexpr bool GROWS = true;
+    // Whether its lines have a `number` instead, which goes into the product's multiplication.
+    static constexpr bool IN_PRODUCT = false;
+    static constexpr bool MOVES = false;  // whether what it adds has a tangent
 
     // Of the lines that a lane has of an accumulator of M row fragments, of such as Tile.
     template <int M, class Tile, bool TRANSPOSED>
@@ -94,7 +96,9 @@ struct Term {
             }
         }
         // Of column n, of those that the lane holds: 8 * group + {0, 1}.
-        __device__ AddedAt<Of> one(int line, int n) const { return {p, head, firsts[line].template along<TRANSPOSED>(n)}; }
+        __device__ AddedAt<Of> one(int line, int n) const {
+            return {p, head, firsts[line].template along<TRANSPOSED>(n)};
+        }
         template <int COUNT, class Arrays>
         __device__ FromColumn<Along> read(const Arrays&, int line, int n) const {
             return {*this, line, n};
@@ -102,8 +106,8 @@ struct Term {
     };
 };
 
-// What is taken off for each key between the query's and the key (Press et al. 2022). Where nothing hides the keys behind the
-// query, scores grow towards it.
+// What is taken off for each key between the query's and the key (Press et al. 2022). Where nothing hides the keys
+// behind the query, scores grow towards it.
 struct Alibi : Term<Alibi> {
     static constexpr bool GIVEN = config::ALIBI_SLOPES, GROWS = !walk::BOUND_LAST, IN_PRODUCT = true;
 
@@ -152,7 +156,8 @@ struct Alibi : Term<Alibi> {
     };
 };
 
-// A number for each pair. Its lines are read where the kernel has it, in memory (mask.cuh) or in shared memory (sm90/pair_tiles.cuh).
+// A number for each pair. Its lines are read where the kernel has it, in memory (mask.cuh) or in shared memory
+// (sm90/pair_tiles.cuh).
 struct Bias : Term<Bias> {
     static constexpr bool GIVEN = config::BIAS;
 

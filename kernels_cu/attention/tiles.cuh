@@ -11,8 +11,9 @@ struct HeadTile {
     __device__ bool none() const { return (config::PACKED_Q || config::PACKED_K) && number < 0; }
 };
 
-// Tiles of packed sequences have places, whatever the lengths: those of number n begin at (its first row) / SIZE + n, and there is
-// room for all of them before those of the next. So many there are in all, with what is left behind the last one.
+// Tiles of packed sequences have places, whatever the lengths: those of number n begin at (its first row) / SIZE + n,
+// and there is room for all of them before those of the next. So many there are in all, with what is left behind the
+// last one.
 template <int SIZE>
 __device__ int places_of(const Params& p, int rows) {
     return rows / SIZE + p.batch + 1;

@@ -1,6 +1,7 @@
-// The walk: which tiles of the other side a tile visits, in which order, and whether their elements need tests. Producers and
-// consumers, forward and backward, ordered additions and completion counts all ask it. It is a band around the diagonal (causal,
-// window), or what of a block mask's list lies in that band: two answers to the same questions.
+// The walk: which tiles of the other side a tile visits, in which order, and whether their elements need tests.
+// Producers and consumers, forward and backward, ordered additions and completion counts all ask it. It is a band
+// around the diagonal (causal, window), or what of a block mask's list lies in that band: two answers to the same
+// questions.
 #pragma once
 #include "attention/block_list.cuh"
 
@@ -11,11 +12,11 @@ constexpr bool ALIKE = !config::LEFT && !config::RIGHT && !LISTED;  // every til
 constexpr bool GROWING = config::RIGHT && !LISTED;                  // later tiles of queries visit more keys
 // Whether a query's keys have a first one, and a last one, but those of the sequence.
 constexpr bool BOUND_FIRST = config::LEFT, BOUND_LAST = config::RIGHT;
-// Whether key tiles that add to dQ in turn do so from the last to the first: under a causal mask they begin where the diagonal is
-// then, and none needs to wait.
+// Whether key tiles that add to dQ in turn do so from the last to the first: under a causal mask they begin where the
+// diagonal is then, and none needs to wait.
 constexpr bool TURNS_FROM_LAST = config::RIGHT;
-// Where in a walk over keys, from the last to the first, tiles need tests (the very first one always may: it may hang over
-// the end).
+// Where in a walk over keys, from the last to the first, tiles need tests (the very first one always may: it may hang
+// over the end).
 constexpr bool TESTS_FIRST = config::RIGHT, TESTS_LAST = config::LEFT, TESTS_ANY = config::KEY_MASK || config::MASK;
 }
 
@@ -76,8 +77,8 @@ __device__ Range covering(Range x) {
     return {x.begin / SIZE, x.begin == x.end ? x.begin / SIZE : tiles_in(x.end, SIZE)};
 }
 
-// The tiles of SIZE keys that some queries, a tile of OWNED, visit, from the last to the first: with a causal mask those that
-// need tests come first. The same tiles add to dQ of these queries. A `step` is a place in the walk.
+// The tiles of SIZE keys that some queries, a tile of OWNED, visit, from the last to the first: with a causal mask
+// those that need tests come first. The same tiles add to dQ of these queries. A `step` is a place in the walk.
 template <int SIZE, int OWNED, bool LISTED = walk::LISTED>
 struct KeyWalk {
     Range tiles{0, 0};
@@ -101,7 +102,8 @@ struct KeyWalk {
         return Band{p, head}.tests(queries, {tile(step) * SIZE, (tile(step) + 1) * SIZE + more});
     }
 
-    // The walk of a part of the queries, which see these keys, if any: how many tiles of this one come before it, and after it.
+    // The walk of a part of the queries, which see these keys, if any: how many tiles of this one come before it, and
+    // after it.
     __device__ KeyWalk part(Range keys, bool any) const {
         return any ? KeyWalk(covering<SIZE>(keys)) : KeyWalk(Range{tiles.begin, tiles.begin});
     }
@@ -203,7 +205,8 @@ struct QueryWalk<SIZE, OWNED, true> {
 
     __device__ QueryWalk(const Params& p, const Head& head, Range keys)
         : visits(p, head, p.query_lists, tiles_in(Sequence::most_keys(p), OWNED), keys.begin / OWNED) {
-        if (config::LEFT || config::RIGHT || RAGGED) visits.steps = visits.within(covering<SIZE>(Band{p, head}.queries_of(keys)));
+        if (config::LEFT || config::RIGHT || RAGGED)
+            visits.steps = visits.within(covering<SIZE>(Band{p, head}.queries_of(keys)));
     }
 
     __device__ QueryWalk(const Params& p, const Head& head, Range keys, Range) : QueryWalk(p, head, keys) {}

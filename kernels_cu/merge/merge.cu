@@ -1,6 +1,7 @@
-// Attention over parts of the keys becomes attention over all of them: O = sum of exp(lse_n - lse) O_n. A warp has a row; what it
-// writes nobody else reads, so that a result may take the place of a part. Bound by memory: each number is read and written once.
-// Its Params are its own (cupyflash/gpu/merge.py): axes are those of rows, the one along which memory goes on last.
+// Attention over parts of the keys becomes attention over all of them: O = sum of exp(lse_n - lse) O_n. A warp has a
+// row; what it writes nobody else reads, so that a result may take the place of a part. Bound by memory: each number is
+// read and written once. Its Params are its own (cupyflash/gpu/merge.py): axes are those of rows, the one along which
+// memory goes on last.
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
@@ -45,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attention_merge(const _
     };
     Fetched some = fetch(0, lane * EACH);  // the first are under way while weights are found
 
-    // A lane has each 32nd part. Of parts that see nothing the weight is 0; where all do lse is -inf, and the result 0. What
-    // is NaN makes the sum NaN.
+    // A lane has each 32nd part. Of parts that see nothing the weight is 0; where all do lse is -inf, and the result 0.
+    // What is NaN makes the sum NaN.
     Accum first_lse = lane < MERGED ? lse_of(lane) : Accum(MINUS_INFINITY), top = first_lse;
     for (int part = lane + 32; part < MERGED; part += 32) top = larger(top, lse_of(part));
     for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));

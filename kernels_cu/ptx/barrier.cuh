@@ -17,7 +17,8 @@ template <int THREADS>
 __device__ bool all_threads(int number, bool yes) {
     unsigned all;
     asm volatile(
-        "{ .reg .pred yes, all; setp.ne.u32 yes, %1, 0; barrier.cta.red.and.pred all, %2, %3, yes; selp.u32 %0, 1, 0, all; }"
+        "{ .reg .pred yes, all; setp.ne.u32 yes, %1, 0; barrier.cta.red.and.pred all, %2, %3, yes; "
+        "selp.u32 %0, 1, 0, all; }"
         : "=r"(all)
         : "r"(unsigned(yes)), "r"(number), "n"(THREADS)
         : "memory");

@@ -92,8 +92,8 @@ __device__ inline float from_float<float>(double x) {
     return float(x);
 }
 
-// Two floats as one register of two 16-bit numbers, `low` in the lower half: how tensor cores take them. With RELU what is
-// negative becomes 0.
+// Two floats as one register of two 16-bit numbers, `low` in the lower half: how tensor cores take them. With RELU what
+// is negative becomes 0.
 template <class T, bool RELU = false>
 __device__ unsigned pack2(float low, float high);
 

@@ -9,7 +9,8 @@ __device__ inline void cp_async_16(unsigned shared, const void* global, bool rea
 
 // A float, or 0.
 __device__ inline void cp_async_float(unsigned shared, const float* global, bool read) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read ? 4 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read ? 4 : 0)
+                 : "memory");
 }
 
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -8,17 +8,18 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-// 2^x in [-1/2, 1/2] as a polynomial, of least relative error (2^-55) among those that are 1 at 0; the highest power first.
-// In constant memory, where arithmetic takes an operand from: as numbers in the code they would be moved to registers.
+// 2^x in [-1/2, 1/2] as a polynomial, of least relative error (2^-55) among those that are 1 at 0; the highest power
+// first. In constant memory, where arithmetic takes an operand from: as numbers in the code they would be moved to
+// registers.
 static __constant__ double POWER[12] = {
     0x1.c0638527edf34p-32, 0x1.e605f979c7a5dp-28, 0x1.b54167a0b9061p-24, 0x1.62bfd49ed0adfp-20,
     0x1.ffcbee3b0af8cp-17, 0x1.4309130961163p-13, 0x1.5d87fe7bbbe07p-10, 0x1.3b2ab6fba1e1cp-7,
     0x1.c6b08d7048f31p-5,  0x1.ebfbdff82c598p-3,  0x1.62e42fefa39f3p-1,  1,
 };
 
-// 2^x in double precision, less than 1 unit in the last place off; results below 2^-1021 are 0, beyond 2^1021 infinite. x is
-// taken apart into an integer and a rest in [-1/2, 1/2]; to the exponent of the rest's power the integer is added. What does
-// not fit is told by the upper half of x, on the pipe for integers.
+// 2^x in double precision, less than 1 unit in the last place off; results below 2^-1021 are 0, beyond 2^1021 infinite.
+// x is taken apart into an integer and a rest in [-1/2, 1/2]; to the exponent of the rest's power the integer is added.
+// What does not fit is told by the upper half of x, on the pipe for integers.
 __device__ inline double exp2_approx(double x) {
     constexpr double ROUND = 0x1.8p52;  // added to, a number has its nearest integer in its last bits
     double shifted = x + ROUND, rest = x - (shifted - ROUND);
@@ -43,7 +44,8 @@ __device__ inline double reciprocal_approx(double x) { return 1 / x; }
 
 constexpr Accum LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 
-// log(x), at most 2^-22 off near 1, elsewhere 2^-22 of itself; what is below 2^-126 counts as 0. In double precision exact.
+// log(x), at most 2^-22 off near 1, elsewhere 2^-22 of itself; what is below 2^-126 counts as 0. In double precision
+// exact.
 __device__ inline float log_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -7,6 +7,6 @@ __device__ inline void mark_changed(float& x) { asm volatile("" : "+f"(x)::"memo
 // The same of an address: what is worked out of it is not held in registers from before here.
 __device__ inline void mark_changed(unsigned& x) { asm volatile("" : "+r"(x)); }
 
-// A hint: what is worked out of x in this loop the compiler then tends to leave there, and not to hold in registers from before
-// it. (x counts as read here.)
+// A hint: what is worked out of x in this loop the compiler then tends to leave there, and not to hold in registers
+// from before it. (x counts as read here.)
 __device__ inline void mark_read(int x) { asm volatile("" ::"r"(x)); }

@@ -44,7 +44,8 @@ __device__ inline void store_shared_16(unsigned address, const float (&x)[4]) {
 }
 
 __device__ inline void store_shared_16(unsigned address, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
 }
 
 __device__ inline void store_shared_number(unsigned address, float x) { store_shared(address, __float_as_uint(x)); }

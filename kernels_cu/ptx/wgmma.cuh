@@ -1,6 +1,6 @@
-// Tensor-core products of Hopper: a warpgroup (four warps) computes D (64 x N, float32) = or += A (64 x 16) B (16 x N) in the
-// background. Each warp holds 16 rows of D and, where it comes from registers, of A, laid out as for mma.sync. Operands
-// in shared memory are given by descriptors (tile/swizzled.cuh).
+// Tensor-core products of Hopper: a warpgroup (four warps) computes D (64 x N, float32) = or += A (64 x 16) B (16 x N)
+// in the background. Each warp holds 16 rows of D and, where it comes from registers, of A, laid out as for mma.sync.
+// Operands in shared memory are given by descriptors (tile/swizzled.cuh).
 #pragma once
 
 // Before the first product after registers of D or A were touched.
@@ -55,8 +55,8 @@ __device__ void wgmma_wait() {
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
     "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory. TRANSPOSED_A: columns of A are contiguous, not
-// rows ("M-major" instead of "K-major"); TRANSPOSED_B: rows of B, not columns.
+// wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory. TRANSPOSED_A: columns of A are contiguous,
+// not rows ("M-major" instead of "K-major"); TRANSPOSED_B: rows of B, not columns.
 // With A in registers rows of B are contiguous by default. I to O number the operands after those of D.
 #define WGMMA(N, TYPE, NAME, I, J, K, L, M, O)                                                                         \
     template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                              \

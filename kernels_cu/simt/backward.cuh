@@ -1,5 +1,5 @@
-// The two kernels of a backward, in plain CUDA. `Of` says what is computed of a tile of pairs: of the backward itself in
-// simt/backward.cu, of its tangent in simt/backward_jvp.cu.
+// The two kernels of a backward, in plain CUDA. `Of` says what is computed of a tile of pairs: of the backward itself
+// in simt/backward.cu, of its tangent in simt/backward_jvp.cu.
 //
 // The paper's loop adds to dQ from many blocks at once, in an order that changes from run to run. Here one kernel owns
 // tiles of keys and sums dK and dV in registers, another owns tiles of queries and sums dQ: the scores are computed

@@ -63,8 +63,8 @@ struct Products {
     }
 };
 
-// sum + the product of two rows of a query. One thread adds a row, in the order in which dot_products adds dP: where one
-// key has all the weight, O is its V, and dP - delta is then 0 to the last bit, as it should.
+// sum + the product of two rows of a query. One thread adds a row, in the order in which dot_products adds dP: where
+// one key has all the weight, O is its V, and dP - delta is then 0 to the last bit, as it should.
 template <class A, class B>
 __device__ Accum row_product(const Params& p, const Head& head, int i, const A* a, const Strides& a_strides, const B* b,
                              const Strides& b_strides, Accum sum = 0) {

@@ -12,8 +12,8 @@
 
 extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     attention_forward(const __grid_constant__ Params p) {
-    // Which part of the output is this block's: OWNED queries of a head, COLUMNS of its columns. Where Dv is larger than
-    // COLUMNS, several blocks compute the same scores, each for its columns: a register tile cannot be any wider.
+    // Which part of the output is this block's: OWNED queries of a head, COLUMNS of its columns. Where Dv is larger
+    // than COLUMNS, several blocks compute the same scores, each for its columns: a register tile cannot be any wider.
     const int parts = tiles_in(max(p.dim_v, 1), config::COLUMNS);
     const Schedule<QueryTiles<config::OWNED>, Order::LAST_FIRST> schedule(p);  // under a causal mask they see most keys
     const int column = blockIdx.x % parts * config::COLUMNS;

@@ -1,5 +1,5 @@
-// The kernels that sum what arrays get (attention/array_gradient.cuh), in plain CUDA: OWNED queries by VISITED keys at a
-// time. Who includes this has said what a tile of pairs adds, `add_tile`, and what a sink gets of a query but for its
+// The kernels that sum what arrays get (attention/array_gradient.cuh), in plain CUDA: OWNED queries by VISITED keys at
+// a time. Who includes this has said what a tile of pairs adds, `add_tile`, and what a sink gets of a query but for its
 // probability, `of_sink`.
 #pragma once
 #include "attention/array_gradient.cuh"

@@ -4,8 +4,8 @@
 //     tlse = rowsum(W) / rowsum(P) + c    tO = W V + P tV - rowsum(W) O
 //
 // (tS stands for what the scores change by.) There is no maximum, and nothing is rescaled: c may be any number of the
-// row's own. With the mean of tS over the first tile that has weight (attention/shift.cuh) W stays small where tangents have
-// something in common, and with it what is rounded in O. rowsum(P) is 1, but for what rounds lse.
+// row's own. With the mean of tS over the first tile that has weight (attention/shift.cuh) W stays small where tangents
+// have something in common, and with it what is rounded in O. rowsum(P) is 1, but for what rounds lse.
 #include "attention/shift.cuh"
 #include "attention/tangents.cuh"
 #include "simt/probability.cuh"

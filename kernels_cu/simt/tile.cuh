@@ -1,7 +1,7 @@
 // The tiles that the simt kernels compute with, and the few things done with them.
 //
-// A thread block owns OWNED rows of the result and visits the other side of the score matrix VISITED rows at a time. Its
-// threads stand in a grid of THREADS / 16 by 16, and each holds, in registers, every (THREADS / 16)-th row and
+// A thread block owns OWNED rows of the result and visits the other side of the score matrix VISITED rows at a time.
+// Its threads stand in a grid of THREADS / 16 by 16, and each holds, in registers, every (THREADS / 16)-th row and
 // 1 / 16 of the columns of each tile. The 16 threads of a row are half a warp, so that row reductions are shuffles.
 #pragma once
 #include "attention/cached.cuh"
@@ -202,7 +202,8 @@ __device__ void add_products(ScoreTile& s, const SharedTile<config::OWNED, COLUM
 
 // s += A B^T for OWNED rows of A and VISITED rows of B, in pieces of DEPTH columns: any head dimension fits.
 template <class B>
-__device__ void add_dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a, const B& b, int row_b, Shared& shared) {
+__device__ void add_dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a, const B& b, int row_b,
+                                 Shared& shared) {
     for (int column = 0; column < a.columns; column += config::DEPTH) {
         __syncthreads();  // nobody reads the piece before any more
         shared.owned.load(a, row_a, column);
@@ -214,7 +215,8 @@ __device__ void add_dot_products(ScoreTile& s, const Matrix<const In>& a, int ro
 
 // s = A B^T.
 template <class B>
-__device__ void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a, const B& b, int row_b, Shared& shared) {
+__device__ void dot_products(ScoreTile& s, const Matrix<const In>& a, int row_a, const B& b, int row_b,
+                             Shared& shared) {
     for_each(s, [](Accum& x, int, int) { x = 0; });
     add_dot_products(s, a, row_a, b, row_b, shared);
 }

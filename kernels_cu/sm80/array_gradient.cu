@@ -1,8 +1,8 @@
-// Gradients of the arrays that scores read (attention/array_gradient.cuh), on the tensor cores of Ampere and every GPU after
-// it: S = Q K^T and dP = dO V^T of one tile of pairs after the other, dS = P (dP - delta) added up in registers.
+// Gradients of the arrays that scores read (attention/array_gradient.cuh), on the tensor cores of Ampere and every GPU
+// after it: S = Q K^T and dP = dO V^T of one tile of pairs after the other, dS = P (dP - delta) added up in registers.
 //
-// Both products are taken in pieces of DEPTH columns, which come through a ring in shared memory, from one tile to the next
-// without a break: any head dimension fits.
+// Both products are taken in pieces of DEPTH columns, which come through a ring in shared memory, from one tile to the
+// next without a break: any head dimension fits.
 #include "attention/array_gradient.cuh"
 #include "attention/dropped.cuh"
 #include "attention/exact_delta.cuh"
@@ -36,7 +36,8 @@ struct BiasTile {
         for (int n = threadIdx.x; n < ROWS * KEYS; n += THREADS) {
             int row = n / KEYS, column = n % KEYS, i = tiles.tile_q * ROWS + row, j = tiles.tile_k * KEYS + column;
             if constexpr (BIAS_LINES) i = tiles.lines.begin + row;
-            bool there = (i < (BIAS_LINES ? tiles.lines.end : Sequence::most_queries(p)) || s.query == 0) && (j < Sequence::most_keys(p) || s.key == 0);
+            bool there = (i < (BIAS_LINES ? tiles.lines.end : Sequence::most_queries(p)) || s.query == 0) &&
+                         (j < Sequence::most_keys(p) || s.key == 0);
             ((Number*)memory)[row * PITCH + column] = there ? from[i * s.query + j * s.key] : Number();
         }
     }
@@ -61,7 +62,10 @@ struct Arrays : InMemory<M, false> {
     int row, column;  // the lane's first
 
     __device__ Arrays(const Pairs& pairs, const Placement<>& at, BiasTile tile, int row, int key)
-        : InMemory<M, false>(pairs, at), tile(tile), row(row + Accumulator<M, N>::row(0, 0)), column(key + Accumulator<M, N>::column(0, 0)) {}
+        : InMemory<M, false>(pairs, at),
+          tile(tile),
+          row(row + Accumulator<M, N>::row(0, 0)),
+          column(key + Accumulator<M, N>::column(0, 0)) {}
 
     __device__ void bias(int line, int n, float (&x)[2]) const {
         if constexpr (BIAS_IN_TILE)
@@ -177,7 +181,8 @@ struct Block {
     // Of this lane's rows.
     __device__ void read_rows(float (&x)[2 * M], const float* rows) const {
 #pragma unroll
-        for (int line = 0; line < 2 * M; line++) x[line] = rows[warp_row + Accumulator<M, N>::row(line / 2, line % 2 * 2)];
+        for (int line = 0; line < 2 * M; line++)
+            x[line] = rows[warp_row + Accumulator<M, N>::row(line / 2, line % 2 * 2)];
     }
 
     // P = exp(S - lse), hidden ones 0.
@@ -237,7 +242,8 @@ struct Block {
         float* out = (float*)s.memory;
         sums.each([&](float& x, int r, int c) { out[(warp_row + r) * Shared::PITCH + warp_key + c] = x; });
         __syncthreads();
-        write_sums<THREADS>(tiles, [&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
+        write_sums<THREADS>(
+            tiles, [&](int r, int c) { return out[r * Shared::PITCH + c]; }, out + ROWS * Shared::PITCH);
     }
 };
 
@@ -283,7 +289,8 @@ ARRAYS_OVER_PAIRS(KERNELS)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_score(const __grid_constant__ Params p) {
     if constexpr (D_SCORE) gather_reads<false>(p);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_score_largest(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_backward_score_largest(const __grid_constant__ Params p) {
     if constexpr (D_SCORE && DETERMINISTIC) gather_reads<true>(p);
 }
 extern "C" __global__ void __launch_bounds__(128) attention_backward_score_clear(const __grid_constant__ Params p) {

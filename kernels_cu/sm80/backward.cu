@@ -9,8 +9,8 @@
 // P and dS both go through shared memory, and each warp owns its part of the columns of dK and dV. The tiles of a warp
 // are nearer to squares then, so that shared memory, which is what binds, is read less often.
 //
-// WIDE heads fill shared memory with one stage, and registers with dK and dV: dQ is added up half after half, dK comes before
-// dV, and the next Q arrives under dV, the next dO under S (docs/notes/wide-heads.md).
+// WIDE heads fill shared memory with one stage, and registers with dK and dV: dQ is added up half after half, dK comes
+// before dV, and the next Q arrives under dV, the next dO under S (docs/notes/wide-heads.md).
 #include "sm80/key_block.cuh"
 
 constexpr bool ALONG = DIM > 64;  // exponentials are taken along the product for dP (of few steps: slower, measured)
@@ -59,8 +59,8 @@ struct Block : KeyBlock<Shared> {
         __syncthreads();  // the tile has arrived (of WIDE, Q), and everybody is done with the one before
         clear_queries<true, !WIDE>(at.head, tile_q * ROWS, stage);
 
-        // S^T = K Q^T. The copies of the next tile ride along from the second step on, where there are steps enough: their
-        // addresses are not to be reckoned between the arrival of this tile and its first product.
+        // S^T = K Q^T. The copies of the next tile ride along from the second step on, where there are steps enough:
+        // their addresses are not to be reckoned between the arrival of this tile and its first product.
         Scores probabilities, slopes, ds;
         ColumnVector<WARP_QUERIES / 8> minus_lse, minus_delta;
         unsigned lse_address = s.row_values(stage) + SIZE * warp_query, delta_address = lse_address + SIZE * ROWS;
@@ -130,8 +130,8 @@ struct Block : KeyBlock<Shared> {
                          Nothing(), do_unit / p_times);
         __syncthreads();
 
-        // dQ += dS K. The additions in memory ride along the products that follow, dV += P^T dO and dK += dS^T Q: in one
-        // burst they would hold up the loads of those.
+        // dQ += dS K. The additions in memory ride along the products that follow, dV += P^T dO and dK += dS^T Q: in
+        // one burst they would hold up the loads of those.
         DqPart dq(warp);
         dq.multiply(s.ds_tile(), s.k_tile(), k_unit * ds_power.unit);
         long long number = QueryTiles<ROWS>::number(p, at.head, tile_q);

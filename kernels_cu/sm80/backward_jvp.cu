@@ -16,7 +16,8 @@
 constexpr bool APART = SIZE == 8 && QUERY_WARPS < COLUMN_WARPS;
 
 // Which of these go through shared memory: tdx, for tdQ; dx; tP and P, where warps share keys.
-constexpr bool DX_STORED = TK || (SPLIT_QUERIES && TQ) || APART, TP_STORED = SPLIT_QUERIES && MOVES, P_STORED = SPLIT_QUERIES && TDOUT;
+constexpr bool DX_STORED = TK || (SPLIT_QUERIES && TQ) || APART, TP_STORED = SPLIT_QUERIES && MOVES,
+               P_STORED = SPLIT_QUERIES && TDOUT;
 
 // Where things lie in shared memory.
 struct Shared {

@@ -16,9 +16,10 @@ constexpr int DQ_M = ROWS / 16 / DQ_ROW_WARPS;
 // Of wide heads half of the columns at a time: registers have no room for more beside dK and dV.
 constexpr bool WIDE = DIM > 256 || DIM_V > 256;
 constexpr int DQ_PARTS = WIDE ? 2 : 1;
-constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS * DQ_PARTS - 1) / (DQ_COLUMN_WARPS * DQ_PARTS) * 2;  // the last may have fewer
+// The last may have fewer.
+constexpr int DQ_N = (DIM / 16 + DQ_COLUMN_WARPS * DQ_PARTS - 1) / (DQ_COLUMN_WARPS * DQ_PARTS) * 2;
 constexpr bool DQ_EVEN = DIM / 16 % (DQ_COLUMN_WARPS * DQ_PARTS) == 0;
-constexpr int DQ_TILE = ROWS * DIM;                                            // numbers of one tile in dq_sum
+constexpr int DQ_TILE = ROWS * DIM;  // numbers of one tile in dq_sum
 
 // One fragment of dq_sum is stored as its 32 lanes hold it: four floats of a lane side by side, so that every addition
 // is 16 bytes wide, or four times a double of each lane.

@@ -1,13 +1,14 @@
 // FlashAttention-2 forward (Dao 2023, Algorithm 1) on the tensor cores of Ampere and every GPU after it.
 //
-// A thread block owns ROWS queries of one head; each warp owns its part of them for good ("split Q"), so the warps never
-// exchange anything but the K and V tiles that they load together. Where the output is so wide that a warp's registers
-// hold only 16 rows of it, or not even these, COLUMN_WARPS warps share rows instead: each takes its part of the keys of S
-// and its part of the columns of O, they exchange row maxima and P through shared memory, and K and V are read from shared
-// memory less often. Where shared memory has room for 16 keys alone, each of them computes all of S. With two STAGES
-// the next K and V tiles are on their way while these are worked on; with one, V arrives under S = Q K^T and the next
-// K under the softmax and P V, in half the shared memory, so that two thread blocks share a multiprocessor.
-// K and V of 8 bits (EIGHT) arrive as they are, so many STAGES ahead, and become tiles of 16 before they are multiplied.
+// A thread block owns ROWS queries of one head; each warp owns its part of them for good ("split Q"), so the warps
+// never exchange anything but the K and V tiles that they load together. Where the output is so wide that a warp's
+// registers hold only 16 rows of it, or not even these, COLUMN_WARPS warps share rows instead: each takes its part of
+// the keys of S and its part of the columns of O, they exchange row maxima and P through shared memory, and K and V are
+// read from shared memory less often. Where shared memory has room for 16 keys alone, each of them computes all of S.
+// With two STAGES the next K and V tiles are on their way while these are worked on; with one, V arrives under
+// S = Q K^T and the next K under the softmax and P V, in half the shared memory, so that two thread blocks share a
+// multiprocessor. K and V of 8 bits (EIGHT) arrive as they are, so many STAGES ahead, and become tiles of 16 before
+// they are multiplied.
 #include "attention/cached.cuh"
 #include "attention/shares.cuh"
 #include "attention/softmax.cuh"
@@ -64,7 +65,8 @@ struct Exchange {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) f(m, h, base + COLUMN_WARPS * SIZE * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
+            for (int h = 0; h < 2; h++)
+                f(m, h, base + COLUMN_WARPS * SIZE * (row + 16 * m + 8 * h + threadIdx.x % 32 / 4));
     }
 };
 
@@ -109,7 +111,8 @@ struct Block : QueryBlock<Shared> {
         o.clear();
     }
 
-    // The copies of a step's K and V tile; behind the end of the walk there is nothing to read, nor behind the last live key.
+    // The copies of a step's K and V tile; behind the end of the walk there is nothing to read, nor behind the last
+    // live key.
     template <class Of, class Tile>
     __device__ auto copy_keys(Tile tile, int step) const {
         int row = walk.tile(step) * KEYS;
@@ -117,7 +120,8 @@ struct Block : QueryBlock<Shared> {
         from.count = walk.has(step) ? head.live_keys(p).end - row : 0;
         if constexpr (PAGED && PARTS == 1) {
             auto in_pages = [this, row](int n) { return paged_operand_row<Of>(p, head, row + n); };
-            return RowsCopy<THREADS, KEYS, Tile::COLUMNS, Tile, decltype(in_pages), Arrives::Element>(tile, from, in_pages);
+            return RowsCopy<THREADS, KEYS, Tile::COLUMNS, Tile, decltype(in_pages), Arrives::Element>(tile, from,
+                                                                                                      in_pages);
         } else {
             return AsyncCopy<THREADS, KEYS, Tile::COLUMNS, Tile, Arrives::Element>(tile, from);
         }
@@ -173,7 +177,8 @@ struct Block : QueryBlock<Shared> {
     }
 
     __device__ void clear_values(int tile, int stage) const {
-        clear_dead_keys(tile, [&](const DeadRows<KEYS>& dead) { dead.clear<WARPS>(s.v_tile(stage), threadIdx.x / 32); });
+        clear_dead_keys(tile,
+                        [&](const DeadRows<KEYS>& dead) { dead.clear<WARPS>(s.v_tile(stage), threadIdx.x / 32); });
     }
 
     // Products become scores, hidden ones -inf.
@@ -251,7 +256,8 @@ struct Block : QueryBlock<Shared> {
         if constexpr (SPLIT_K) {
             scores.store<DROPOUT>(s.p_tile(), warp_row, warp_key, P_TIMES);
             sync_row_warps();
-            mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along, unit);
+            mma_AB<KEYS>(o, FromShared<PTile>{s.p_tile(), warp_row}, s.v_tile(stage), column_warp * WARP_COLUMNS, along,
+                         unit);
         } else {
             mma_AB<KEYS>(o, FromRegisters<M, WARP_KEYS / 8, DROPOUT>{scores, P_TIMES}, s.v_tile(stage),
                          AGAIN ? column_warp * WARP_COLUMNS : 0, along, unit);
@@ -296,13 +302,16 @@ struct Block : QueryBlock<Shared> {
         int rows = head.queries(p) - queries.begin;
         Out* out = head.query_row(p.out, p.out_strides, queries.begin);
         if constexpr (SHARES) {
-            Accum* to = p.share_out + share_row(p, share, head.row_number(p, queries.begin)) * DIM_V + column_warp * WARP_COLUMNS;
-            store_float_rows(o, true, WARP_COLUMNS, [&](int r) -> Accum* { return warp_row + r < rows ? to + (warp_row + r) * DIM_V : nullptr; });
+            Accum* to = p.share_out + share_row(p, share, head.row_number(p, queries.begin)) * DIM_V +
+                        column_warp * WARP_COLUMNS;
+            store_float_rows(o, true, WARP_COLUMNS, [&](int r) -> Accum* {
+                return warp_row + r < rows ? to + (warp_row + r) * DIM_V : nullptr;
+            });
         } else if constexpr (FROM_REGISTERS) {
             store_floats(o, out, p.out_strides.row, warp_row, column_warp * WARP_COLUMNS, rows, p.dim_v);
         } else {
-            // Through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the warps'
-            // shares of the two tiles overlap.
+            // Through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the
+            // warps' shares of the two tiles overlap.
             if (AGAIN || DIM != DIM_V || walk.count() == 0) __syncthreads();
             o.store(s.o_tile(), warp_row, column_warp * WARP_COLUMNS);
             if (COLUMN_WARPS > 1) sync_row_warps();
@@ -319,7 +328,9 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 }
 
 // Launched where keys are dealt out in shares.
-extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) { combine_all_shares<DIM_V>(p); }
+extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
+    combine_all_shares<DIM_V>(p);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
     QuerySchedule schedule(p);

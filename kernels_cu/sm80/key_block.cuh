@@ -1,6 +1,6 @@
-// What the backward of this family (backward.cu) and its tangent (backward_jvp.cu) have in common: thread blocks that own
-// KEYS keys of one head of K and V, and walk over the query tiles that see them, of every query head that shares them.
-// Tangents that are given come beside Q, K, V and dO; what is not given has no place in shared memory.
+// What the backward of this family (backward.cu) and its tangent (backward_jvp.cu) have in common: thread blocks that
+// own KEYS keys of one head of K and V, and walk over the query tiles that see them, of every query head that shares
+// them. Tangents that are given come beside Q, K, V and dO; what is not given has no place in shared memory.
 #pragma once
 #include "attention/dropped.cuh"
 #include "attention/exact_delta.cuh"
@@ -104,7 +104,8 @@ struct KeyBlock {
     __device__ auto copy_queries(const Step& at, Tile tile, int i, int rows) const {
         return AsyncCopy<THREADS, ROWS, Tile::COLUMNS>(tile, operand_rows<Of>(p, at.head, i, rows));
     }
-    // along(copies of Q, dO and their tangents), with what else a step brings, which comes with Q where that is before dO.
+    // along(copies of Q, dO and their tangents), with what else a step brings, which comes with Q where that is before
+    // dO.
     template <class F>
     __device__ void load_queries(const Step& at, int stage, F along) const {
         int tile_q = walk::LISTED && !has(at) ? 0 : walk.tile(at.step);

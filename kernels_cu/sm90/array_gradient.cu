@@ -16,10 +16,10 @@
 
 using namespace config;
 
-constexpr int GROUPS = ROWS / 64;
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int CONSUMER_WARPS = 4 * GROUPS;
-static_assert(GROUPS == 2);          // the numbers of registers below
+constexpr int WARPGROUPS = ROWS / 64;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
+static_assert(WARPGROUPS == 2);  // the numbers of registers below
 
 constexpr int DEPTH = 64;
 constexpr int PIECES = tiles_in(DIM, DEPTH), PIECES_V = tiles_in(DIM_V, DEPTH);
@@ -38,7 +38,7 @@ using Pairwise = PairTiles<ROWS>;  // mask and bias
 template <class Of>
 constexpr bool PAIRS_PER_STEP = PAIR_ARRAYS && (MASK || !Of::BIAS);
 template <class Of>
-constexpr bool PAIRS_PER_SHARE = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
+constexpr bool PAIRS_PER_SUM = PAIR_ARRAYS && !PAIRS_PER_STEP<Of>;
 
 // Whether many queries read an element: their sum is added up at the end.
 template <class Of>
@@ -53,7 +53,8 @@ struct TensorMaps : PairMaps {
 // What the producer tells of a tile of pairs, with its first piece.
 struct Note {
     static constexpr int BYTES = 32;
-    // FIRST, LAST: of those that a block sums for a tile of the gradient. Where no query sees a key, the LAST is not visited.
+    // FIRST, LAST: of those that a block sums for a tile of the gradient. Where no query sees a key, the LAST is not
+    // visited.
     static constexpr int VISIT = 1, FIRST = 2, LAST = 4, END = 8;
 
     Head head;
@@ -124,7 +125,7 @@ struct Producer {
         note.store(s.note());
 #pragma unroll 1
         for (int n = 0; n < PIECES; n++) load(at, maps.q, maps.k, n * DEPTH);
-        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::FIRST))) {
+        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SUM<Of> && note.has(Note::FIRST))) {
             s.pairs.wait_empty();
             s.pair_tiles().load(p, maps, s.pairs.full(), at.head, at.i, at.j);
             s.pairs.advance();
@@ -162,13 +163,18 @@ template <class Of>
 struct Consumer {
     const Params& p;
     Shared s;
-    Shared::PieceRing done;  // with pieces: their stages are freed later than they are asked for
-    int group, first_row;    // of the warp in a tile
+    Shared::PieceRing done;    // with pieces: their stages are freed later than they are asked for
+    int warpgroup, first_row;  // of the warp in a tile
     Dropout dropout;
     Sums sums;
 
-    __device__ Consumer(const Params& p, const Shared& s, int group)
-        : p(p), s(s), done(s.pieces), group(group), first_row(64 * group + 16 * (threadIdx.x / 32 % 4)), dropout(p) {}
+    __device__ Consumer(const Params& p, const Shared& s, int warpgroup)
+        : p(p),
+          s(s),
+          done(s.pieces),
+          warpgroup(warpgroup),
+          first_row(64 * warpgroup + 16 * (threadIdx.x / 32 % 4)),
+          dropout(p) {}
 
     __device__ void release() {
         done.release();
@@ -179,7 +185,7 @@ struct Consumer {
     template <int NUMBER, int COLUMNS, bool ADD>
     __device__ void start(Sums& product) {
         if (NUMBER > 0) s.pieces.wait_full();
-        start_ABt<COLUMNS, ADD>(product, s.queries(), 64 * group, s.keys());
+        start_ABt<COLUMNS, ADD>(product, s.queries(), 64 * warpgroup, s.keys());
         s.pieces.advance();
         if constexpr (NUMBER >= UNDER_WAY) {
             wgmma_wait<UNDER_WAY>();
@@ -212,7 +218,7 @@ struct Consumer {
         changed(probabilities);
         // P = exp(S - lse), under dP = dO V^T
         float factor = pairs.factor();
-        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::FIRST))) s.pairs.wait_full();
+        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SUM<Of> && note.has(Note::FIRST))) s.pairs.wait_full();
         InTiles<false, Pairwise> arrays(s.pair_tiles(), first_row, 0);
         score(probabilities, at, pairs, arrays);
         probabilities.each([&](float& x, int r, int) { x = exp2_approx(fmaf(x, factor, minus_lse[r / 8])); });
@@ -222,7 +228,7 @@ struct Consumer {
             KeysSeen<KEYS> seen(pairs, at.j);
             hide(probabilities, at, pairs, seen, arrays, 0);
         }
-        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SHARE<Of> && note.has(Note::LAST))) {
+        if (PAIRS_PER_STEP<Of> || (PAIRS_PER_SUM<Of> && note.has(Note::LAST))) {
             s.pairs.release();
             s.pairs.advance();
         }
@@ -266,7 +272,8 @@ struct Consumer {
             store(Of::parts(p) + note.split * Tiles<Of>::elements(p));
     }
 
-    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it has none.
+    // Where the array is broadcast along queries: a warp's sums to a part of their own; along keys too where it has
+    // none.
     __device__ void add_up(float* to, int keys) {
         int lane = threadIdx.x % 32;
         auto over_lanes = [](float x, int from) {
@@ -334,13 +341,13 @@ __device__ void gather(const Params& p, const TensorMaps& maps) {
             tma_prefetch(maps.dout);
         }
         __syncthreads();
-        int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-        if (group == -1) {
+        int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+        if (warpgroup == -1) {
             shrink_registers<40>();
             if (threadIdx.x == 0) Producer<Of>{p, maps, s}.run();
         } else {
             grow_registers<232>();
-            Consumer<Of>(p, s, group).run();
+            Consumer<Of>(p, s, warpgroup).run();
         }
     }
 }
@@ -349,13 +356,14 @@ __device__ void add_parts(const Params& p) {
     if constexpr (WANTED) Tiles<Of>(p, 0).template add_parts<128>(over_queries<Of>(p) ? CONSUMER_WARPS : 1);
 }
 
-#define KERNELS(ARRAY, WANTED, OF)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                   \
-        attention_backward_##ARRAY(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {                \
-        gather<WANTED, OF>(p, maps);                                                                                           \
-    }                                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(128) attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {     \
-        add_parts<WANTED, OF>(p);                                                                                              \
+#define KERNELS(ARRAY, WANTED, OF)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
+        attention_backward_##ARRAY(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {        \
+        gather<WANTED, OF>(p, maps);                                                                                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(128)                                                                  \
+        attention_backward_##ARRAY##_add(const __grid_constant__ Params p) {                                           \
+        add_parts<WANTED, OF>(p);                                                                                      \
     }
 ARRAYS_OVER_PAIRS(KERNELS)
 

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(con
         if (blockIdx.x == 0) p.counters[0] = *counters.ticket = 0;
         if (blockIdx.x < Share::count(p)) counters.clear[blockIdx.x] = 0;
         counters.added[blockIdx.x] = 0;
-        int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * GROUPS : 0;
+        int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * WARPGROUPS : 0;
         for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.left[i] = 0;
     }
     if (config::PACKED_Q && at.none()) return;
@@ -37,7 +37,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         s.q.init();
         s.d.init();
         if (PAIR_ARRAYS) s.pairs.init();
-        for (int group = 0; group < GROUPS; group++) s.dq(group).init();
+        for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) s.dq(warpgroup).init();
         for (int i = 0; i < FINISHERS; i++) s.finish_ring(i).init();
         if (CLUSTERED) {
             s.far_ds.init();
@@ -51,8 +51,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     __syncthreads();
     if (CLUSTERED) sync_cluster();
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    if (group == -1) {
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32;
         if (warp >= 2 && warp - 2 < FINISHERS) {
@@ -67,9 +67,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     } else {
         grow_registers<CONSUMER_REGISTERS>();
         if constexpr (WIDE)
-            WideConsumer(p, maps, s, group).run();
+            WideConsumer(p, maps, s, warpgroup).run();
         else
-            NarrowConsumer(p, maps, s, group).run();
+            NarrowConsumer(p, maps, s, warpgroup).run();
     }
     if (CLUSTERED) sync_cluster();  // shared memory goes with the block
 }

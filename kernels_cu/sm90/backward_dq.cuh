@@ -1,15 +1,15 @@
-// How dQ leaves: parts are added to float32 sums in memory; sums to which every key tile has added are turned to rows of
-// dQ by warps that have nothing else to do. Only sums of heads under work lie in memory, so that the L2 cache holds them.
-// They begin as zeros, or (FIRST_STORES: few key tiles add to each) as the part of the first to come by its ticket.
-// Where a key tile has all keys (WHOLE_DQ) its part is all of dQ, and leaves as rows.
+// How dQ leaves: parts are added to float32 sums in memory; sums to which every key tile has added are turned to rows
+// of dQ by warps that have nothing else to do. Only sums of heads under work lie in memory, so that the L2 cache holds
+// them. They begin as zeros, or (FIRST_STORES: few key tiles add to each) as the part of the first to come by its
+// ticket. Where a key tile has all keys (WHOLE_DQ) its part is all of dQ, and leaves as rows.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/reduce.cuh"
 #include "sm90/backward_tiles.cuh"
 
 // dq_sum lies in memory as dQ^T lies in registers, four numbers of a lane side by side: fragments of 16 columns by 8
-// queries, in twos that share the queries, PART_ROWS / 8 twos for each 32 columns. A consumer's part, of 64 columns, lies
-// in one piece.
+// queries, in twos that share the queries, PART_ROWS / 8 twos for each 32 columns. A consumer's part, of 64 columns,
+// lies in one piece.
 constexpr int ROW8S = PART_ROWS / 8;
 
 __device__ inline constexpr int fragment_in_part(int column16, int row8) {
@@ -37,7 +37,8 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
         KeyTile t = s.next_tile();
         if (t.none()) break;
         if constexpr (!CLUSTERED) {
-            int shift = counters.shift(p, t.share), owed = -1, begun = -1;  // tiles: added to but not told; begun, as was seen
+            // Tiles: owed, added to but not told; begun, as was seen.
+            int shift = counters.shift(p, t.share), owed = -1, begun = -1;
             auto tell = [&](int n) {
                 if (n != -1) add_release(counters.added + n, 1);
             };
@@ -55,24 +56,24 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     fence_async_global();
                 }
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    int column16 = SHARE_ROWS ? 0 : 4 * group;
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                    int column16 = SHARE_ROWS ? 0 : 4 * warpgroup;
                     int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
-                    dq.barriers = s.dq(group).barriers;
+                    dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
-                    float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? group * ROW8S : 0);
+                    float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? warpgroup * ROW8S : 0);
                     if (bytes > 0 && first)
-                        bulk_store(sums, s.part(group), bytes);
+                        bulk_store(sums, s.part(warpgroup), bytes);
                     else if (bytes > 0)
-                        bulk_add(sums, s.part(group), bytes);
+                        bulk_add(sums, s.part(warpgroup), bytes);
                 }
                 tma_commit();
                 // A look ahead while that leaves. (Behind the last tile there is one more counter.)
                 if (FIRST_STORES) begun = load_acquire(counters.added + n + 1) != 0 ? n + 1 : -1;
                 tma_wait_read();
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    dq.barriers = s.dq(group).barriers;
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                    dq.barriers = s.dq(warpgroup).barriers;
                     mbarrier_arrive(dq.empty());
                 }
                 dq.advance();
@@ -93,10 +94,10 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
                 wait_for_turn(p, counters, t, head, i, n);
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) mbarrier_arrive(s.dq(group).empty());
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) mbarrier_arrive(s.dq(warpgroup).empty());
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    dq.barriers = s.dq(group).barriers;
+                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                    dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
                 }
                 dq.advance();
@@ -104,8 +105,8 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
             });
         } else {  // the consumers have added, and say so once a key tile
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                dq.barriers = s.dq(group).barriers;
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                dq.barriers = s.dq(warpgroup).barriers;
                 dq.wait_full();
                 mbarrier_arrive(dq.empty());
             }
@@ -165,15 +166,16 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
         if (t.none()) break;
         for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits) {
 #pragma unroll 1
-            for (int group = 0; group < GROUPS; group++) {
-                DQTile tile{s.part(group)};
-                int row = tile_q * ROWS + (SHARE_ROWS ? group * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * group;
-                dq.barriers = s.dq(group).barriers;
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                DQTile tile{s.part(warpgroup)};
+                int row = tile_q * ROWS + (SHARE_ROWS ? warpgroup * PART_ROWS : 0),
+                    column = SHARE_ROWS ? 0 : 64 * warpgroup;
+                dq.barriers = s.dq(warpgroup).barriers;
                 dq.wait_full();
                 if constexpr (WHOLE_DQ) {
                     if (!maps.map_out)
-                        store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column, p.dq_strides.row,
-                                              head.queries(p) - row, p.dim - column);
+                        store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column,
+                                              p.dq_strides.row, head.queries(p) - row, p.dim - column);
                     else
                         tile.store(maps.dq, head.to_query(row, column), first);
                 }
@@ -181,8 +183,8 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
             tma_commit();
             tma_wait_read();
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                dq.barriers = s.dq(group).barriers;
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                dq.barriers = s.dq(warpgroup).barriers;
                 dq.release();
             }
             dq.advance();
@@ -190,10 +192,10 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
     }
 }
 
-// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of FINISH_PARTS parts of a
-// tile (some columns of it, or of half of its rows): FINISH_FRAGMENTS at a time, with FINISH_STAGES times as many under way. Zeros are left
-// where the sums of other heads will be, if those do not store first. A warp by itself waits for nearly every instruction:
-// there must be few of them for a byte.
+// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of
+// FINISH_PARTS parts of a tile (some columns of it, or of half of its rows): FINISH_FRAGMENTS at a time, with
+// FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be, if those do not store
+// first. A warp by itself waits for nearly every instruction: there must be few of them for a byte.
 __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     constexpr int TWOS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
     constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES / FINISH_PARTS, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
@@ -203,7 +205,8 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     bool vectors = aligned(p.dq, p.dq_strides.row, p.dim) && p.dq_strides.head % 8 == 0 && p.dq_strides.batch % 8 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
-    unsigned slots = s.finish_slots(number) + own;  // lane 0 fetches: there it is where the slots begin, as `sums` below
+    // Lane 0 fetches: there it is where the slots begin, as `sums` below.
+    unsigned slots = s.finish_slots(number) + own;
     unsigned fetched = 0;
     auto fetch = [&](const float4* from, unsigned n) {
         ring.go_to(n);
@@ -288,7 +291,8 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
                         constexpr int EACH = VECTOR<Out>;
 #pragma unroll
                         for (int e = 0; e < 8; e += EACH)
-                            if (8 * i < seen && e < columns) put_results(to + e, [&](int c) { return value(i, e + c); });
+                            if (8 * i < seen && e < columns)
+                                put_results(to + e, [&](int c) { return value(i, e + c); });
                     } else {
                         auto two = [&](int e) { return pack2<In>(value(i, e), value(i, e + 1)); };
                         uint4 w = make_uint4(two(0), two(2), two(4), two(6));

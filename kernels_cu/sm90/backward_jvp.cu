@@ -37,10 +37,10 @@ struct Consumer {
     const Params& p;
     Of& s;
     OwnTile<OWNS_KEYS> tile;
-    int group, first, warp_row;  // the warpgroup's first row in the head; the warp's in the tile
+    int warpgroup, first, warp_row;  // the warpgroup's first row in the head; the warp's in the tile
     float factor;
     Dropout dropout;
-    Turns<TURNS ? GROUPS : 1, 1 + GROUPS> turns;
+    Turns<TURNS ? WARPGROUPS : 1, 1 + WARPGROUPS> turns;
     float numbers[OWNS_KEYS ? 1 : 2][NUMBERS];  // of the lane's queries
 
     // The warpgroup's rows of the own arrays, where there are registers for them.
@@ -60,16 +60,16 @@ struct Consumer {
     bool owed = false;              // whether that is still to be done
     unsigned owed_tile, owed_slot;  // where it lies, and its barrier
 
-    __device__ Consumer(const Params& p, Of& s, const OwnTile<OWNS_KEYS>& tile, int group)
+    __device__ Consumer(const Params& p, Of& s, const OwnTile<OWNS_KEYS>& tile, int warpgroup)
         : p(p),
           s(s),
           tile(tile),
-          group(group),
-          first(tile.first + 64 * group),
-          warp_row(64 * group + threadIdx.x / 32 % 4 * 16),
+          warpgroup(warpgroup),
+          first(tile.first + 64 * warpgroup),
+          warp_row(64 * warpgroup + threadIdx.x / 32 % 4 * 16),
           factor(Pairs(p, tile.head).factor()),
           dropout(p),
-          turns{group} {
+          turns{warpgroup} {
         sum.clear();
         if constexpr (OWNS_KEYS) second.x.clear();
         if constexpr (!OWNS_KEYS) {
@@ -136,7 +136,7 @@ struct Consumer {
             if (!dead.any()) return;
             s.visitor().clear(dead);
             fence_async();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
         }
     }
 
@@ -146,14 +146,14 @@ struct Consumer {
         if constexpr (HELD >= 1)
             start_ABt<DOT, ADD>(sum, first_held, b);
         else
-            start_ABt<DOT, ADD>(sum, s.own().first(), 64 * group, b);
+            start_ABt<DOT, ADD>(sum, s.own().first(), 64 * warpgroup, b);
     }
     template <bool ADD = false, class Tile>
     __device__ void start_second(Scores& sum, Tile b) const {
         if constexpr (HELD >= 2)
             start_ABt<DOT_V, ADD>(sum, second_held, b);
         else
-            start_ABt<DOT_V, ADD>(sum, s.own().second(), 64 * group, b);
+            start_ABt<DOT_V, ADD>(sum, s.own().second(), 64 * warpgroup, b);
     }
 
     template <class Tile>
@@ -161,14 +161,14 @@ struct Consumer {
         if constexpr (HELD == 3)
             start_ABt<DOT>(sum, first_tangent_held, b);
         else
-            start_ABt<DOT>(sum, s.own().first_tangent(), 64 * group, b);
+            start_ABt<DOT>(sum, s.own().first_tangent(), 64 * warpgroup, b);
     }
     template <class Tile>
     __device__ void start_second_tangent(Scores& sum, Tile b) const {
         if constexpr (HELD == 3)
             start_ABt<DOT_V>(sum, second_tangent_held, b);
         else
-            start_ABt<DOT_V>(sum, s.own().second_tangent(), 64 * group, b);
+            start_ABt<DOT_V>(sum, s.own().second_tangent(), 64 * warpgroup, b);
     }
 
     __device__ void pass() {
@@ -329,13 +329,13 @@ __device__ void work(const Params& p, const TensorMaps& maps, unsigned memory) {
     }
     __syncthreads();
     OwnTile<OWNS_KEYS> tile(p, blockIdx.x);
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    if (group == -1) {
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) load(p, maps, s, tile);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        Consumer<OWNS_KEYS>(p, s, tile, group).run();
+        Consumer<OWNS_KEYS>(p, s, tile, warpgroup).run();
     }
 }
 

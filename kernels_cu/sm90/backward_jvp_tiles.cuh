@@ -11,11 +11,11 @@
 
 using namespace config;
 
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int OWNED = 64 * GROUPS;
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
-constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
-static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (GROUPS + 1) * (65536 / THREADS / 8 * 8));
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int OWNED = 64 * WARPGROUPS;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
+static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUPS + 1) * (65536 / THREADS / 8 * 8));
 
 struct TensorMaps : QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV>, DOTangentMap<TDOUT> {
     TensorMap q, k, v, dout;
@@ -88,7 +88,7 @@ struct Sides {
     static constexpr int STAGES = OWNS_KEYS ? QUERY_STAGES : KEY_STAGES;
     using Own = SideTiles<!OWNS_KEYS, OWNED>;
     using Visitor = SideTiles<OWNS_KEYS, VISITED>;
-    using Ring = ::Ring<STAGES, 4 * GROUPS>;
+    using Ring = ::Ring<STAGES, 4 * WARPGROUPS>;
     static constexpr int NUMBER_BYTES = OWNS_KEYS ? 4 * NUMBERS * ROWS : 0;
 
     static constexpr int VISITORS = Own::BYTES;
@@ -117,7 +117,7 @@ struct OwnTile {
     Head head;
     int first;
 
-    // Long ones first, in groups of heads that stay in the L2 cache.
+    // Long ones first, in rounds of heads that stay in the L2 cache.
     __device__ OwnTile(const Params& p, int number) {
         constexpr Order ORDER = walk::GROWING ? Order::LAST_FIRST : Order::AS_NUMBERED;
         HeadTile at = OWNS_KEYS ? Schedule<KeyTiles<OWNED>, Order::AS_NUMBERED, true>(p).tile(number, p.together)

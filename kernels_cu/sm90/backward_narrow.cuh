@@ -11,7 +11,8 @@ constexpr bool HALF_STEPS = SHARE_ROWS;
 constexpr int FIRST = ROWS / 32 * 16, SECOND = ROWS - FIRST;  // queries
 static_assert(!HALF_STEPS || FIRST == SECOND);
 
-// Whether the sums of dP start at -delta: registers are filled faster than added to. (What is dropped of dP is not delta.)
+// Whether the sums of dP start at -delta: registers are filled faster than added to. (What is dropped of dP is not
+// delta.)
 constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 
 // What a warpgroup with 64 keys of every tile has at hand.
@@ -19,7 +20,7 @@ struct NarrowConsumer {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
-    int group, first_key;  // of the warpgroup's keys in a tile
+    int warpgroup, first_key;  // of the warpgroup's keys in a tile
     float factor;
     Dropout dropout;
     unsigned steps = 0, own;    // one number tells the place in every ring: registers are scarce here
@@ -30,17 +31,17 @@ struct NarrowConsumer {
     Accumulator<1, DIM / 8> dk;
     Accumulator<1, DIM_V / 8> dv;
 
-    __device__ NarrowConsumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ NarrowConsumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : p(p),
           maps(maps),
           s(s),
-          group(group),
-          first_key(64 * group),
+          warpgroup(warpgroup),
+          first_key(64 * warpgroup),
           factor(Pairs(p, Head{}).factor()),
           dropout(p),
           own(column_offset()),
-          dq_ring(s.dq(group)) {
-        static_assert(WIDE || KEYS == 64 * GROUPS && DIM <= 64 * GROUPS);
+          dq_ring(s.dq(warpgroup)) {
+        static_assert(WIDE || KEYS == 64 * WARPGROUPS && DIM <= 64 * WARPGROUPS);
     }
 
     __device__ static int warp() { return threadIdx.x / 32 % 4; }
@@ -91,7 +92,7 @@ struct NarrowConsumer {
 
         // S^T = K Q^T, dP^T = V dO^T. Rows' numbers are read before products keep shared memory busy.
         s.q.wait_full();
-        clear_queries(s.row_values(), group, [&] { s.d.wait_full(); }, s.q_tile(), s.do_tile());
+        clear_queries(s.row_values(), warpgroup, [&] { s.d.wait_full(); }, s.q_tile(), s.do_tile());
         ColumnVector<(HALF_STEPS ? FIRST : ROWS) / 8> minus_lse(s.row_values(), own);
         if constexpr (DELTA_FIRST) {
             ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
@@ -129,7 +130,9 @@ struct NarrowConsumer {
             };
             auto both = [&](auto n, auto how) {  // exponentials of the second half, dS of the first
                 probabilities.template each<HALF + n.value, HALF + n.value + 1>(
-                    [&](float& x, int r, int c, float& slope) { exponential(how, x, r, c, slope, minus_lse_2[c - FIRST]); },
+                    [&](float& x, int r, int c, float& slope) {
+                        exponential(how, x, r, c, slope, minus_lse_2[c - FIRST]);
+                    },
                     slopes);
                 ds.template each<n.value, n.value + 1>(subtract);
                 ds.template each<n.value, n.value + 1>(derive, probabilities, slopes);
@@ -169,11 +172,11 @@ struct NarrowConsumer {
             fence_async();
             start_AB<ROWS>(dv, p_operand, s.do_tile());  // dV += P^T dO
         }
-        sync_threads<128 * GROUPS>(2);
+        sync_threads<128 * WARPGROUPS>(2);
         // dQ^T = K^T dS^T, and dK += dS^T Q under its exit. Where registers allow, the fence that this asks for comes
         // under the next S: it waits for stores to shared memory, which products hold up.
         Accumulator<1, PART_ROWS / 8> dq;
-        start_AtBt<KEYS>(dq, s.k_tile(), SHARE_ROWS ? 0 : group, ds_tile, SHARE_ROWS ? group * PART_ROWS : 0);
+        start_AtBt<KEYS>(dq, s.k_tile(), SHARE_ROWS ? 0 : warpgroup, ds_tile, SHARE_ROWS ? warpgroup * PART_ROWS : 0);
         wgmma_wait<HALF_STEPS ? 2 : 1>();
         s.d.release();
         start_AB<HALF_STEPS ? SECOND : ROWS, HALF_STEPS ? FIRST : 0>(dk, ds_operand, s.q_tile());
@@ -181,9 +184,9 @@ struct NarrowConsumer {
         wgmma_wait<1>();
         changed(dq);
         if constexpr (WHOLE_DQ)
-            put_rows(dq, s.part(group), p.scale);
+            put_rows(dq, s.part(warpgroup), p.scale);
         else
-            put(dq, s.part(group));
+            put(dq, s.part(warpgroup));
         if (!HALF_STEPS) tell();
         wgmma_wait<0>();
         s.q.release();
@@ -194,21 +197,21 @@ struct NarrowConsumer {
     __device__ void store(const KeyTile& t, const Head& head, int key) {
         dq_ring.go_to(steps);
         dq_ring.wait_empty();
-        sync_threads<128 * GROUPS>(1);  // nobody reads dS any more
-        if (SHARES && !add_shares(p, s, t, group, dv, dk)) return;
+        sync_threads<128 * WARPGROUPS>(1);  // nobody reads dS any more
+        if (SHARES && !add_shares(p, s, t, warpgroup, dv, dk)) return;
         dk.each([&](float& x, int, int) { x *= p.scale; });
         if constexpr (FROM_REGISTERS) {
             int rows = head.key_rows(p) - key, row = 16 * warp();
             store_floats(dk, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, row, 0, rows, p.dim);
             store_floats(dv, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, row, 0, rows, p.dim_v);
         } else {
-            SwizzledTile<64, DIM> dk_tile{s.out_tile(group)};
+            SwizzledTile<64, DIM> dk_tile{s.out_tile(warpgroup)};
             SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
-            static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / GROUPS + PART_BYTES);
+            static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / WARPGROUPS + PART_BYTES);
             store_rounded(dk, dk_tile, 16 * warp(), 0);
             store_rounded(dv, dv_tile, 16 * warp(), 0);
             fence_async();
-            sync_threads<128>(3 + group);
+            sync_threads<128>(3 + warpgroup);
             if (maps.map_out && is_whole<64>(p, head, key)) {
                 if (threadIdx.x % 128 == 0) {
                     dk_tile.store(maps.dk, head.to_key(key));
@@ -217,8 +220,10 @@ struct NarrowConsumer {
                 }
             } else {
                 int rows = head.key_rows(p) - key;
-                store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
-                store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
+                store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows,
+                               p.dim);
+                store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows,
+                               p.dim_v);
             }
         }
     }
@@ -229,7 +234,7 @@ struct NarrowConsumer {
             KeyTile t = s.this_tile();
             if (t.none()) break;
             tma_wait_read();
-            sync_threads<128 * GROUPS>(1);  // there is room for dS and parts of dQ
+            sync_threads<128 * WARPGROUPS>(1);  // there is room for dS and parts of dQ
             Head keys = t.head(p);
             int key = t.number * KEYS + first_key;
             KeysSeen<16> seen(Pairs(p, keys), key + 16 * warp());

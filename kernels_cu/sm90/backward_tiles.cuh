@@ -1,5 +1,5 @@
-// The Hopper backward's tiles in shared memory, the order in which they are visited, and the thread that loads them (the
-// producer): copies come as far ahead as the rings reach.
+// The Hopper backward's tiles in shared memory, the order in which they are visited, and the thread that loads them
+// (the producer): copies come as far ahead as the rings reach.
 #pragma once
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
@@ -19,20 +19,20 @@
 using namespace config;
 
 // The consumers share out the columns of dK, dV (backward_wide.cuh), not the keys (backward_narrow.cuh).
-constexpr bool WIDE = KEYS < 64 * GROUPS;
+constexpr bool WIDE = KEYS < 64 * WARPGROUPS;
 
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int BLOCKS = GROUPS == 1 ? 2 : 1;  // of a multiprocessor
-constexpr int CONSUMER_WARPS = 4 * GROUPS;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int BLOCKS = WARPGROUPS == 1 ? 2 : 1;  // of a multiprocessor
+constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 
 // Per thread. What the moving warpgroup gives away the others take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 // Sums alone (dK, dV, S and dP) leave a consumer few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
 constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : TIGHT ? 24 : 40;
-constexpr int CONSUMER_REGISTERS = GROUPS == 1 ? 216 : GROUPS == 3 ? 160 : TIGHT ? 240 : 232;
-static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= (GROUPS + 1) * START_REGISTERS);
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : TIGHT ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : WARPGROUPS == 3 ? 160 : TIGHT ? 240 : 232;
+static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUPS + 1) * START_REGISTERS);
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using DOTile = SwizzledTile<ROWS, DIM_V>;
@@ -41,21 +41,22 @@ using VTile = SwizzledTile<KEYS, DIM_V>;
 // Of P or dS. The rows are what need not be a multiple of 64.
 using STile = SwizzledTile<WIDE ? KEYS : ROWS, WIDE ? ROWS : KEYS>;
 
-// Two blocks of a cluster, with KEYS keys each, visit the same queries side by side. Each computes dQ of the keys of both,
-// for half of the columns: it has those columns of the other's K, and is sent the other's dS ("far").
+// Two blocks of a cluster, with KEYS keys each, visit the same queries side by side. Each computes dQ of the keys of
+// both, for half of the columns: it has those columns of the other's K, and is sent the other's dS ("far").
 constexpr bool CLUSTERED = CLUSTER == 2;
 constexpr int CLUSTER_KEYS = CLUSTER * KEYS;
-using FarKTile = SwizzledTile<KEYS, 64 * GROUPS>;
+using FarKTile = SwizzledTile<KEYS, 64 * WARPGROUPS>;
 static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
 static_assert(!SHARES || !walk::LISTED);
 static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LISTED);
-// Where lengths are data, both sides are packed or none, so that the queries that see a head's keys are those of heads of its own.
+// Where lengths are data, both sides are packed or none, so that the queries that see a head's keys are those of heads
+// of its own.
 static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WHOLE_DQ);
 
-// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where there are
-// 64 columns only, two consumers share out the rows.
+// dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where
+// there are 64 columns only, two consumers share out the rows.
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
-constexpr int PART_ROWS = SHARE_ROWS ? ROWS / GROUPS : ROWS;
+constexpr int PART_ROWS = SHARE_ROWS ? ROWS / WARPGROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
 static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
 constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
@@ -82,8 +83,8 @@ struct TensorMaps : InputMaps, ResultMaps<WHOLE_DQ> {
 using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
 using AddingTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those of keys that add to its dQ
 
-// Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them (backward_shares.cuh). Packed
-// sequences are one, and what is said of its tiles is said of their places.
+// Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them
+// (backward_shares.cuh). Packed sequences are one, and what is said of its tiles is said of their places.
 struct Share {
     int kv_head;  // over all batch entries
     int number;   // which share of it
@@ -98,7 +99,9 @@ struct Share {
     }
 
     // How many there are, and the most query tiles that one has.
-    __device__ static int count(const Params& p) { return KeyTiles<CLUSTER_KEYS>::all_heads(p) * (SHARES ? p.shares : 1); }
+    __device__ static int count(const Params& p) {
+        return KeyTiles<CLUSTER_KEYS>::all_heads(p) * (SHARES ? p.shares : 1);
+    }
     __device__ static int most_tiles(const Params& p) {
         return tiles_in(query_tiles(p), SHARES ? p.shares : 1);
     }
@@ -110,8 +113,8 @@ struct Share {
     __device__ static int query_tiles(const Params& p) { return QueryTiles<ROWS>::of_head(p) * group_of(p); }
 };
 
-// A tile of keys of a head of K and V, and the query tiles of a share that visit it. One thread hands it to the others through
-// shared memory, as the four words that it is, and what is told of its lengths.
+// A tile of keys of a head of K and V, and the query tiles of a share that visit it. One thread hands it to the others
+// through shared memory, as the four words that it is, and what is told of its lengths.
 struct KeyTile {
     static constexpr int BYTES = 16 + ToldLengths<RAGGED>::BYTES;
 
@@ -193,7 +196,7 @@ struct Shared {
     static constexpr int P_TILE = DS_TILES + (CLUSTERED ? 2 : 1) * STile::BYTES;  // narrow: dS of the other step
     static constexpr int FAR_DS_TILES = P_TILE + STile::BYTES;
     static constexpr int PARTS = P_TILE + STile::BYTES;
-    static constexpr int PAIR_TILES = CLUSTERED ? FAR_DS_TILES + 2 * STile::BYTES : PARTS + GROUPS * PART_BYTES;
+    static constexpr int PAIR_TILES = CLUSTERED ? FAR_DS_TILES + 2 * STile::BYTES : PARTS + WARPGROUPS * PART_BYTES;
     static constexpr int ROW_VALUES = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = ROW_VALUES + STAGES * 8 * ROWS;
     static constexpr int V_RING = K_RING + KRing::BYTES;
@@ -201,7 +204,7 @@ struct Shared {
     static constexpr int DO_RING = Q_RING + QRing::BYTES;
     static constexpr int PAIR_RING = DO_RING + DORing::BYTES;
     static constexpr int DQ_RINGS = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
-    static constexpr int TILE = DQ_RINGS + GROUPS * DQRing::BYTES;
+    static constexpr int TILE = DQ_RINGS + WARPGROUPS * DQRing::BYTES;
     static constexpr int FAR_DS_RING = TILE + KeyTile::BYTES;
     static constexpr int TICKET_RING = FAR_DS_RING + FarDSRing::BYTES;
     static constexpr int TICKET = TICKET_RING + TicketRing::BYTES;
@@ -217,8 +220,8 @@ struct Shared {
     QRing q;
     DORing d;
     PairRing pairs;
-    // CLUSTERED: dS of two steps that this block is sent, and tickets that block 0 sends to block 1. Who reads waits for
-    // "full" in its own memory; who sends, for "empty" in its own.
+    // CLUSTERED: dS of two steps that this block is sent, and tickets that block 0 sends to block 1. Who reads waits
+    // for "full" in its own memory; who sends, for "empty" in its own.
     FarDSRing far_ds;
     TicketRing ticket;
 
@@ -239,7 +242,7 @@ struct Shared {
     __device__ int first_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + rank * KEYS; }
     __device__ int far_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + (1 - rank) * KEYS; }
     // Which 64 columns of dQ are a consumer's.
-    __device__ int dq_block(int group) const { return rank * GROUPS + group; }
+    __device__ int dq_block(int warpgroup) const { return rank * WARPGROUPS + warpgroup; }
 
     // For a moving thread that does not read K, alone in its warp.
     __device__ KeyTile next_tile() {
@@ -265,22 +268,22 @@ struct Shared {
     __device__ unsigned far_ds_tile() const { return base + FAR_DS_TILES + far_ds.stage * STile::BYTES; }
     __device__ STile p_tile() const { return {base + P_TILE}; }
     __device__ unsigned row_values() const { return base + ROW_VALUES + q.stage * 8 * ROWS; }
-    __device__ unsigned part(int group) const { return base + PARTS + group * PART_BYTES; }
+    __device__ unsigned part(int warpgroup) const { return base + PARTS + warpgroup * PART_BYTES; }
     // What dK and dV leave through. Narrow: all of a consumer's, where dS and parts of dQ are. Wide: 64 columns of a
     // consumer's at a time, where its dS (CLUSTERED) or its part of dQ is.
-    __device__ unsigned out_tile(int group) const {
-        if (!WIDE) return base + DS_TILES + group * ((PAIR_TILES - DS_TILES) / GROUPS);
-        return CLUSTERED ? base + DS_TILES + group * STile::BYTES : part(group);
+    __device__ unsigned out_tile(int warpgroup) const {
+        if (!WIDE) return base + DS_TILES + warpgroup * ((PAIR_TILES - DS_TILES) / WARPGROUPS);
+        return CLUSTERED ? base + DS_TILES + warpgroup * STile::BYTES : part(warpgroup);
     }
     __device__ FinishRing finish_ring(int i) const { return {base + FINISH_RINGS + i * FinishRing::BYTES}; }
     __device__ unsigned finish_slots(int i) const { return base + FINISH_SLOTS + i * FINISH_STAGES * FINISH_BYTES; }
-    __device__ DQRing dq(int group) const { return {base + DQ_RINGS + group * DQRing::BYTES}; }
+    __device__ DQRing dq(int warpgroup) const { return {base + DQ_RINGS + warpgroup * DQRing::BYTES}; }
 };
 
 // The thread blocks take tiles in the order of their numbers. With a causal mask later keys are seen by fewer
-// queries: in a group of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
-// deterministic backward adds to a dQ tile in the order of the numbers, and FIRST_STORES has the first of them store. Of a
-// list those with most to do come first.
+// queries: in a round of heads whose Q, dO and dQ stay in the L2 cache, tiles with much to do come first. The
+// deterministic backward adds to a dQ tile in the order of the numbers, and FIRST_STORES has the first of them store.
+// Of a list those with most to do come first.
 using KeySchedule = Schedule<KeyTiles<CLUSTER_KEYS>, key_order(DETERMINISTIC || FIRST_STORES), true>;
 
 __device__ inline KeyTile key_tile(const Params& p, int number) {
@@ -307,8 +310,8 @@ __device__ inline AddingTiles adding_to(const Params& p, const Head& head, int t
     return {p, head, head.query_tile<ROWS>(p, tile_q)};
 }
 
-// f(head, tile, n, bits) for every query head of the group and query tile that visits the keys; n numbers the query tiles of
-// all heads, `bits` says what a block mask leaves of the tile.
+// f(head, tile, n, bits) for every query head of the group and query tile that visits the keys; n numbers the query
+// tiles of all heads, `bits` says what a block mask leaves of the tile.
 template <class F>
 __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
     int group = group_of(p), tiles = QueryTiles<ROWS>::of_head(p);
@@ -317,7 +320,8 @@ __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
 #pragma unroll 1
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
             int tile = walk.tile(step);
-            f(head, tile, (t.kv_head(p) * group + h) * tiles + first + tile, walk.template bits<!WIDE>(step, t.keys(p)));
+            f(head, tile, (t.kv_head(p) * group + h) * tiles + first + tile,
+              walk.template bits<!WIDE>(step, t.keys(p)));
         }
     });
 }
@@ -332,7 +336,8 @@ struct DQCounters {
         clear = ticket + 1;               // of a share, tiles of queries (parts) in whose place are zeros
         added = clear + Share::count(p);  // thread blocks, with a key tile each, that have added to a tile of queries
         tiles = Share::most_tiles(p);
-        left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;  // SHARES: of a consumer's keys, shares that left their sums
+        // SHARES: of a consumer's keys, shares that left their sums.
+        left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;
     }
 
     // The first tile of a share's sums, less that of its queries.
@@ -340,8 +345,8 @@ struct DQCounters {
         return SHARES ? share % p.resident * tiles - Share(p, share).first(p) : (share % p.resident - share) * tiles;
     }
 
-    // Wait until there are zeros where the sums of a share will be. Before, sums of a share of an earlier group lie there
-    // (resident >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
+    // Wait until there are zeros where the sums of a share will be. Before, sums of a share of an earlier round lie
+    // there (resident >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
     __device__ void wait_for_room(int share) const {
         while (load_acquire(clear + share) != tiles * FINISH_PARTS) {
         }
@@ -349,8 +354,8 @@ struct DQCounters {
     }
 };
 
-// Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of; where
-// lengths are data, maps know of all, also of the rows behind a sequence's end.)
+// Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of;
+// where lengths are data, maps know of all, also of the rows behind a sequence's end.)
 constexpr bool CLEARS = KEY_MASK || RAGGED;
 
 // Which of a block's keys, from `first` on, nobody sees.
@@ -380,14 +385,14 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
         }
         if (!any) return;
         fence_async();
-        sync_threads<128 * GROUPS>(1);
+        sync_threads<128 * WARPGROUPS>(1);
     }
 }
 
-// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each consumer for itself,
-// before its products.
+// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each
+// consumer for itself, before its products.
 template <class F, class... Tiles>
-__device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tiles) {
+__device__ void clear_queries(unsigned numbers, int warpgroup, F wait, Tiles... tiles) {
     if constexpr (CLEARS) {
         // Of rows that are dead by position the first is one, or the last.
         if (!KEY_MASK && !__any_sync(~0u, is_blind(numbers, threadIdx.x % 32 < 16 ? 0 : ROWS - 1))) return;
@@ -396,7 +401,7 @@ __device__ void clear_queries(unsigned numbers, int group, F wait, Tiles... tile
         wait();
         (dead.template clear<4>(tiles, threadIdx.x / 32 % 4), ...);
         fence_async();
-        sync_threads<128>(3 + group);
+        sync_threads<128>(3 + warpgroup);
     }
 }
 
@@ -464,7 +469,8 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
                 first = false;
                 wait_for_key_tile(t);
                 mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
-                InMap keys = head.at_key(p, 0), key = keys.down(s.first_key(t)), far_key = keys.down(s.far_key(t), 64 * s.dq_block(0));
+                InMap keys = head.at_key(p, 0), key = keys.down(s.first_key(t)),
+                      far_key = keys.down(s.far_key(t), 64 * s.dq_block(0));
                 s.k_tile().load(maps.k, s.k.full(), key);
                 if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key);
                 s.v.wait_empty();

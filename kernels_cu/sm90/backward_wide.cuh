@@ -1,17 +1,20 @@
 // Consumers that share out the columns of dK and dV, where 64 keys are too many for one consumer's registers. Each
 // computes S and dP of all queries of a tile and its part of the keys; P and dS go through shared memory, and from
-// there every consumer takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ is that
-// of two blocks' keys, and half as much is added to memory.
+// there every consumer takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ
+// is that of two blocks' keys, and half as much is added to memory.
 #pragma once
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_shares.cuh"
 
 struct WideConsumer {
-    static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;  // the adding thread says when a step's part may be added
-    static constexpr int PART_KEYS = KEYS / GROUPS;
+    // The adding thread says when a step's part may be added.
+    static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;
+    static constexpr int PART_KEYS = KEYS / WARPGROUPS;
     static constexpr int BLOCKS = (DIM + 63) / 64, BLOCKS_V = (DIM_V + 63) / 64;  // of 64 columns
-    static constexpr int PARTS = (BLOCKS + GROUPS - 1) / GROUPS, PARTS_V = (BLOCKS_V + GROUPS - 1) / GROUPS;  // a consumer's
-    static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2 && BLOCKS <= GROUPS * CLUSTER);
+    // Of these a consumer's.
+    static constexpr int PARTS = (BLOCKS + WARPGROUPS - 1) / WARPGROUPS,
+                         PARTS_V = (BLOCKS_V + WARPGROUPS - 1) / WARPGROUPS;
+    static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2 && BLOCKS <= WARPGROUPS * CLUSTER);
 
     using Scores = Accumulator<1, PART_KEYS / 8>;
     using DQPart = Accumulator<1, PART_ROWS / 8>;
@@ -20,12 +23,13 @@ struct WideConsumer {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
-    int group, first_key;  // of the consumer's keys in a tile
+    int warpgroup, first_key;  // of the consumer's keys in a tile
     float factor;
     Dropout dropout;
     Shared::DQRing dq_ring;
     KTile my_keys;
-    int dq_block, dq_place;  // which columns of dQ are the consumer's, and where a thread's numbers lie in a tile of sums
+    // Which columns of dQ are the consumer's, and where a thread's numbers lie in a tile of sums.
+    int dq_block, dq_place;
     bool has_dq;
     // Two numbers tell the place in every ring: registers are scarce here.
     unsigned tiles = 0, steps = 0;
@@ -36,31 +40,32 @@ struct WideConsumer {
     // threads the tensor cores have something to do. After the last tile it is computed of whatever lies in the ring.
     Scores scores;
     int left;  // steps
-    // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it is
-    // computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
+    // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it
+    // is computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
     bool owing;
     int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
 
-    __device__ WideConsumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ WideConsumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : p(p),
           maps(maps),
           s(s),
-          group(group),
-          first_key(PART_KEYS * group),
+          warpgroup(warpgroup),
+          first_key(PART_KEYS * warpgroup),
           factor(Pairs(p, Head{}).factor()),
           dropout(p),
-          dq_ring(s.dq(group)),
+          dq_ring(s.dq(warpgroup)),
           my_keys{s.k_tile().base + 128 * first_key},
-          dq_block(s.dq_block(group)),
+          dq_block(s.dq_block(warpgroup)),
           dq_place(place_in_sums(dq_block)),
-          has_dq(DIM % (64 * GROUPS * CLUSTER) == 0 || 4 * dq_block + warp() < DIM / 16) {}
+          has_dq(DIM % (64 * WARPGROUPS * CLUSTER) == 0 || 4 * dq_block + warp() < DIM / 16) {}
 
     __device__ static int warp() { return threadIdx.x / 32 % 4; }
     __device__ static int first_row() { return 16 * warp(); }
 
-    // Which 64 columns are the consumer's. One for whom none are left computes the last ones again, and nobody takes them.
-    __device__ int block(int part) const { return min(group * PARTS + part, BLOCKS - 1); }
-    __device__ int block_v(int part) const { return min(group * PARTS_V + part, BLOCKS_V - 1); }
+    // Which 64 columns are the consumer's. One for whom none are left computes the last ones again, and nobody takes
+    // them.
+    __device__ int block(int part) const { return min(warpgroup * PARTS + part, BLOCKS - 1); }
+    __device__ int block_v(int part) const { return min(warpgroup * PARTS_V + part, BLOCKS_V - 1); }
 
     __device__ void read_rows(unsigned values) {
         values += 4 * (first_row() + threadIdx.x % 32 / 4);
@@ -82,7 +87,7 @@ struct WideConsumer {
         if (owing) s.far_ds.wait_full();
         fence_async();  // threads have stored it
         STile far_ds_tile{s.far_ds_tile() + moved};
-        start_AtB<KEYS, ADD>(dq, FarKTile{s.far_k_tile().base + moved}, group, far_ds_tile);
+        start_AtB<KEYS, ADD>(dq, FarKTile{s.far_k_tile().base + moved}, warpgroup, far_ds_tile);
     }
     // The other block may send dS of another step to the place of the last.
     __device__ void release_far_ds() {
@@ -122,7 +127,7 @@ struct WideConsumer {
             add_far_dq(dq, moved);
         }
         s.d.wait_full();
-        clear_queries(s.row_values(), group, Nothing(), s.do_tile());
+        clear_queries(s.row_values(), warpgroup, Nothing(), s.do_tile());
         start_ABt<DOT_V>(ds, do_tile, 0, my_values);
         // P = exp(S - lse), under dP = dO V^T
         if (!CLUSTERED) read_rows(s.row_values());
@@ -143,10 +148,10 @@ struct WideConsumer {
             hide(scores, at, pairs, seen, arrays, 0);
         }
         if (PAIR_ARRAYS) s.pairs.release();
-        sync_threads<128 * GROUPS>(1);  // nobody reads P of the step before any more
+        sync_threads<128 * WARPGROUPS>(1);  // nobody reads P of the step before any more
         store_rounded<true, DROPOUT>(scores, p_tile, first_key, first_row());
         fence_async();
-        sync_threads<128 * GROUPS>(2);
+        sync_threads<128 * WARPGROUPS>(2);
         // dS = P (dP - delta) slope, under dV^T += dO^T P
 #pragma unroll
         for (int part = 0; part < PARTS_V; part++) start_AtBt<ROWS, ADD>(dv[part], do_tile, block_v(part), p_tile, 0);
@@ -164,7 +169,7 @@ struct WideConsumer {
             s.far_ds.go_to(steps);
             if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(s.far_ds.full(), STile::BYTES / CONSUMER_WARPS);
         }
-        sync_threads<128 * GROUPS>(6);
+        sync_threads<128 * WARPGROUPS>(6);
         if constexpr (CLUSTERED) {  // dS to the other block; half of dQ of the step before to memory
             s.far_ds.wait_empty();
             unsigned own = 16 * (threadIdx.x - 128), full = s.far(s.far_ds.full());
@@ -187,14 +192,14 @@ struct WideConsumer {
         if (!CLUSTERED) {
             changed(dq);
             dq_ring.go_to(steps);
-            hand_over(dq, s.part(group), dq_ring);
+            hand_over(dq, s.part(warpgroup), dq_ring);
         }
         if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
         Shared next = s;
         next.q.go_to(steps + 1);
         if (--left > 0) {
             next.q.wait_full();
-            clear_queries(next.row_values(), group, Nothing(), next.q_tile());
+            clear_queries(next.row_values(), warpgroup, Nothing(), next.q_tile());
         }
         if (CLUSTERED) read_rows(next.row_values());
         start_ABt<DOT>(scores, QTile{next.q_tile().base + moved}, 0, my_keys);
@@ -229,8 +234,8 @@ struct WideConsumer {
             store_through(sum, map, to, strides, t, column, columns);
     }
     // As registers hold them: rows of the sum are columns of the result.
-    __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t, int column,
-                               int columns) {
+    __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t,
+                               int column, int columns) {
         Head head = t.head(p);
         int first = s.first_key(t), rows = head.key_rows(p) - first;
         to = head.key_row(to, strides, first) + column;
@@ -243,16 +248,16 @@ struct WideConsumer {
             }
     }
     template <class T>
-    __device__ void store_through(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, T* to, const Strides& strides,
-                                  const KeyTile& t, int column, int columns) {
-        SwizzledTile<KEYS, 64> tile{s.out_tile(group)};
+    __device__ void store_through(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, T* to,
+                                  const Strides& strides, const KeyTile& t, int column, int columns) {
+        SwizzledTile<KEYS, 64> tile{s.out_tile(warpgroup)};
         tma_wait_read();
-        sync_threads<128>(3 + group);
+        sync_threads<128>(3 + warpgroup);
         Operand<KEYS> rounded;
         rounded.take(sum);
         store_transposed(rounded, tile, 0, 16 * warp());
         fence_async();
-        sync_threads<128>(3 + group);
+        sync_threads<128>(3 + warpgroup);
         Head head = t.head(p);
         int first = s.first_key(t);
         if (maps.map_out && is_whole<KEYS>(p, head, first)) {
@@ -264,11 +269,11 @@ struct WideConsumer {
         }
     }
     __device__ void store_dv(const KeyTile& t, int part) {
-        int column = 64 * (group * PARTS_V + part);
+        int column = 64 * (warpgroup * PARTS_V + part);
         if (column < p.dim_v) store(dv[part], maps.dv, p.dv, p.dv_strides, t, column, p.dim_v);
     }
     __device__ void store_dk(const KeyTile& t, int part) {
-        int column = 64 * (group * PARTS + part);
+        int column = 64 * (warpgroup * PARTS + part);
         dk[part].each([&](float& x, int, int) { x *= p.scale; });
         if (column < p.dim) store(dk[part], maps.dk, p.dk, p.dk_strides, t, column, p.dim);
     }
@@ -296,7 +301,7 @@ struct WideConsumer {
             }
             if (left > 0) {
                 s.q.wait_full();
-                clear_queries(s.row_values(), group, Nothing(), s.q_tile());
+                clear_queries(s.row_values(), warpgroup, Nothing(), s.q_tile());
             }
             if (CLUSTERED) read_rows(s.row_values());
             start_ABt<DOT>(scores, s.q_tile(), 0, my_keys);
@@ -324,9 +329,9 @@ struct WideConsumer {
             }
             if (CLUSTERED) {
                 if (!IN_TURN) dq_ring.filled();  // this consumer has added all its parts
-                sync_threads<128 * GROUPS>(1);  // nobody reads P and dS of the last step any more
+                sync_threads<128 * WARPGROUPS>(1);  // nobody reads P and dS of the last step any more
             }
-            if (SHARES && !add_shares(p, s, t, group, dv, dk)) continue;
+            if (SHARES && !add_shares(p, s, t, warpgroup, dv, dk)) continue;
             store_dv(t, 0);
             if constexpr (PARTS_V == 2) store_dv(t, 1);
             store_dk(t, 0);

@@ -1,5 +1,6 @@
-// What numbers of 8 bits are multiplied by: those of an array, of a head, or of each block of 128 rows. Of Q and K a part of the
-// softmax's factor where it can be; of V, where blocks differ, P is weighed by it, over the largest of the head.
+// What numbers of 8 bits are multiplied by: those of an array, of a head, or of each block of 128 rows. Of Q and K a
+// part of the softmax's factor where it can be; of V, where blocks differ, P is weighed by it, over the largest of the
+// head.
 #pragma once
 #include "attention/pairs.cuh"
 #include "tile/fragment.cuh"
@@ -87,5 +88,6 @@ __device__ float value_descale(const P& p, const Head& head, Range keys) {
 template <int N, class P>
 __device__ void weigh(Accumulator<1, N>& probabilities, const P& p, const Head& head, int key, float largest) {
     if constexpr (config::V_BLOCKS)
-        KeyDescales(p, p.v_descale, p.v_descale_strides, head, key).multiply(probabilities, largest > 0 ? 1 / largest : 0);
+        KeyDescales(p, p.v_descale, p.v_descale_strides, head, key)
+            .multiply(probabilities, largest > 0 ? 1 / largest : 0);
 }

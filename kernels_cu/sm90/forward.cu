@@ -2,9 +2,9 @@
 // multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of queries. Its first warpgroup only loads
-// (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of the
-// tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared memory
-// where there is room for it, by TMA again if there is room for all of it.
+// (forward_tiles.cuh). The others each own 64 rows: the tensor cores compute S = Q K^T of one key tile and O += P V of
+// the tile before in the background (wgmma), and under P V the threads do the softmax of S. O leaves through shared
+// memory where there is room for it, by TMA again if there is room for all of it.
 #include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
@@ -14,7 +14,8 @@
 #include "sm90/forward_steps.cuh"
 #include "tile/rows.cuh"
 
-// Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows of.)
+// Whether V may hold anything where key_mask hides keys. (Turned it is 0 there; what is dead by position no map knows
+// of.)
 constexpr bool CLEARS = KEY_MASK && !TURNED;
 
 // A warpgroup with 64 rows of every tile.
@@ -24,7 +25,7 @@ struct Consumer {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
-    int group, first_row, warp_row;  // rows: of the tile
+    int warpgroup, first_row, warp_row;  // rows: of the tile
 
     Tile tile{};               // whose scores are computed
     TileWalk own;              // over the key tiles that the warpgroup's rows see
@@ -35,21 +36,22 @@ struct Consumer {
     bool near = true;         // whether soft caps of the tile's keys so far were near 0: then it is asked again
     LongSums sums;            // of O
 
-    // P V is added while the scores after those of P are computed, at the end of a tile while the next tile is looked at.
+    // P V is added while the scores after those of P are computed, at the end of a tile while the next tile is looked
+    // at.
     Accumulator<1, DIM_V / 8> o;
     Operand<KEYS> probabilities;
     unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
 
-    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : p(p),
           maps(maps),
           s(s),
-          group(group),
-          first_row(64 * group),
+          warpgroup(warpgroup),
+          first_row(64 * warpgroup),
           warp_row(first_row + threadIdx.x / 32 % 4 * 16),
           softmax(new_softmax()),
           dropout(p) {
-        s.of_part(group);
+        s.of_part(warpgroup);
     }
 
     __device__ OnlineSoftmax<1> new_softmax() const { return {factor(tile)}; }
@@ -100,8 +102,9 @@ struct Consumer {
     // S = Q K^T, or its first columns, in the background.
     template <int N>
     __device__ void start_scores(Accumulator<1, N>& scores) const {
-        // Else the addresses of its rows of Q are held in uniform registers, and more than there are (192 / 128 columns).
-        mark_read(group);
+        // Else the addresses of its rows of Q are held in uniform registers, and more than there are (192 / 128
+        // columns).
+        mark_read(warpgroup);
         QTile q = s.q_tile();
         KTile k = s.k_tile();
         if constexpr (STAGES == 1 && !TURNED) {  // and those of K, which never moves
@@ -153,10 +156,10 @@ struct Consumer {
         if (!dead.any()) return;
         dead.clear_many<4>(s.v_tile(), threadIdx.x / 32 % 4);
         fence_async();
-        sync_threads<128>(1 + group);
+        sync_threads<128>(1 + warpgroup);
     }
-    // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is for the
-    // votes of a warp's rows alone: no row's bits follow from another sequence.
+    // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is
+    // for the votes of a warp's rows alone: no row's bits follow from another sequence.
     __device__ void clear_queries() {
         int queries = tile.head.queries(p) - tile.queries.begin;
         if (queries >= HEAD_ROWS) return;
@@ -169,7 +172,8 @@ struct Consumer {
         fence_async();  // what the next tile overwrites
         __syncwarp();
     }
-    // Of V, or K, of a tile that has keys that no query sees by position, or others behind the end: the first of a walk, or the last.
+    // Of V, or K, of a tile that has keys that no query sees by position, or others behind the end: the first of a
+    // walk, or the last.
     __device__ bool hangs_over(int step) const {
         if (!K_ENDS) return false;
         Range live = tile.head.live_keys(p);
@@ -190,7 +194,7 @@ struct Consumer {
     __device__ void clear_behind(Tile tile, F behind) {
         DeadRows<COUNT>(behind).template clear_many<4>(tile, threadIdx.x / 32 % 4);
         fence_async();
-        sync_threads<128>(1 + group);
+        sync_threads<128>(1 + warpgroup);
     }
     template <int COUNT>
     __device__ void start_values() {
@@ -209,10 +213,10 @@ struct Consumer {
 
     // O so far, where sums are long.
     __device__ void put_away() {
-        sums.put_away(s.sums(), group, o, [&] {
+        sums.put_away(s.sums(), warpgroup, o, [&] {
             if (!O_STAGED || !maps.map_out) return;  // else the tile before leaves from there
             if (threadIdx.x % 128 == 0) tma_wait_read();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
         });
     }
 
@@ -283,7 +287,7 @@ struct Consumer {
         if (__builtin_expect(grown || full, false)) {
             if (grown) softmax.scale_rows(o, shrink);
             if constexpr (SUM_TILES > 0) {
-                if (grown) sums.scale_rows(s.sums(), group, o, shrink);
+                if (grown) sums.scale_rows(s.sums(), warpgroup, o, shrink);
                 if (full) put_away();
             }
         }
@@ -320,7 +324,7 @@ struct Consumer {
 
     // O of a tile, which is closed and whole.
     __device__ void store(const Tile& of, const OnlineSoftmax<1>& softmax, const LongSums& sums) {
-        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), group, o);
+        if constexpr (SUM_TILES > 0) sums.collect(s.sums(), warpgroup, o);
         softmax.scale_rows(o, softmax.sum);
         ScorePlacement at = placement(of);
         int heads = heads_of(of), queries = of.head.queries(p), column = first_column(of);
@@ -328,7 +332,8 @@ struct Consumer {
             store_float_rows(o, true, DIM_V, [&](int row) -> float* {
                 Pair x = at(row, 0);
                 bool real = x.head - of.head.q < heads && x.i < queries;
-                return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * (V_PARTS * DIM_V) + column : nullptr;
+                return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * (V_PARTS * DIM_V) + column
+                            : nullptr;
             });
         } else if constexpr (FROM_REGISTERS) {
             bool pairs = p.dim_v % 2 == 0 && p.out_strides.row % 2 == 0 && p.out_strides.head % 2 == 0;
@@ -341,10 +346,10 @@ struct Consumer {
         } else if (O_STAGED && maps.map_out && whole(of)) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
             store_rounded(o, s.o_tile(), warp_row, 0);
             fence_async();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
             if (storer) {
                 s.o_tile().from(first_row).store(maps.out, of.head.to_query(of.queries.begin + first_row, column));
                 tma_commit();
@@ -480,12 +485,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         tma_prefetch(maps.v);
     }
     __syncthreads();
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    if (group == -1) {
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < LOADERS) load(p, maps, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        Consumer(p, maps, s, group).run();
+        Consumer(p, maps, s, warpgroup).run();
     }
 }

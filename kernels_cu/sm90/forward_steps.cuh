@@ -83,7 +83,7 @@ struct Blind {
                 x.look();
             }
         } else {
-            if (__builtin_expect(all_threads<128>(1 + w.group, fits), true)) {
+            if (__builtin_expect(all_threads<128>(1 + w.warpgroup, fits), true)) {
                 w.softmax.add(added);
             } else {
                 w.start_scores(x.scores);

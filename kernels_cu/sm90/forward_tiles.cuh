@@ -13,27 +13,27 @@
 
 using namespace config;
 
-constexpr int ROWS = 64 * GROUPS;
+constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int CONSUMER_WARPS = 4 * GROUPS;  // warps that read what is loaded
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;  // warps that read what is loaded
 
 // Whether threads have registers to spare: no more than two warpgroups compute on a multiprocessor, in BLOCKS thread
 // blocks.
-constexpr bool ROOMY = GROUPS * BLOCKS < 3;
+constexpr bool ROOMY = WARPGROUPS * BLOCKS < 3;
 
 // Per thread. What the producer warpgroup gives away the consumers take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = ((GROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / GROUPS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = ((WARPGROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
 
 // OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile,
 // before their softmax, and goes on when it has those of the next tile.
 static_assert(!OWN_Q || Q_STAGES == 1 && PACK == 1);
-constexpr int Q_PARTS = OWN_Q ? GROUPS : 1;
+constexpr int Q_PARTS = OWN_Q ? WARPGROUPS : 1;
 
 // Key tiles at the end of a tile's walk that a warpgroup's rows do not see and another's do, at most.
-constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (GROUPS - 1), KEYS) : 0;
+constexpr int BEHIND = walk::BOUND_FIRST ? tiles_in(64 * (WARPGROUPS - 1), KEYS) : 0;
 
 // Whether the next tile is looked at while O of a tile is still to be stored: then that is done under the next tile's
 // first scores. It asks for registers, for the next Q to be there, and, since what is behind is passed on after that,
@@ -46,21 +46,22 @@ constexpr bool NEXT_Q = ROOMY && (Q_STAGES > 1 || OWN_Q) && !SHARES && !(PACK > 
 constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 
 // Whether the producer tells the others all of a tile, so that they need no divisions between two tiles, or only
-// its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no offsets.)
+// its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no
+// offsets.)
 constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES && V_PARTS == 1;
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 
-// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which are also
-// those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
+// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which
+// are also those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
 constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
 static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
 
-// Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks. (Others
-// that waited could come so late that a phase of the same parity is the next but one.)
+// Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks.
+// (Others that waited could come so late that a phase of the same parity is the next but one.)
 constexpr int LOADERS = PAGED || BY_LENGTH ? 32 : 1;
 __device__ inline bool leads() { return LOADERS == 1 || threadIdx.x == 0; }
 
@@ -122,11 +123,13 @@ using VTile = Values<TURNED>::Tile;
 
 // With a tile come those of its tangent (jvp.cu), where there is one; V itself is not asked for where it alone has one.
 constexpr bool WITH_V = TQ || TK || !TV;
-constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYTES, V_BYTES = (WITH_V + TV) * VTile::BYTES;
+constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYTES,
+              V_BYTES = (WITH_V + TV) * VTile::BYTES;
 
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
-// V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where it begins:
+// V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where
+// it begins:
 __device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile.part * DIM_V : 0; }
 
 // Each tile so many times, with a part of the columns of V; SHARES: with a share of its keys.
@@ -197,7 +200,7 @@ struct Shared {
     static constexpr int K_TILES = Q_STAGES * Q_BYTES;
     static constexpr int V_TILES = K_TILES + STAGES * K_BYTES;
     static constexpr int O_TILE = V_TILES + STAGES * V_BYTES;
-    static constexpr int O_BYTES = O_STAGED ? OTile::BYTES : O_STRIPS ? 4 * GROUPS * Strip::BYTES : 0;
+    static constexpr int O_BYTES = O_STAGED ? OTile::BYTES : O_STRIPS ? 4 * WARPGROUPS * Strip::BYTES : 0;
     static constexpr int PAIR_TILES = O_TILE + (O_BYTES > LongSums::BYTES ? O_BYTES : LongSums::BYTES);
     static constexpr int Q_RING = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = Q_RING + Q_PARTS * QRing::BYTES;
@@ -297,8 +300,8 @@ struct Shared {
     }
 };
 
-// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A template
-// since not all kernels have maps of tangents.)
+// The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A
+// template since not all kernels have maps of tangents.)
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     TileSchedule schedule(p);

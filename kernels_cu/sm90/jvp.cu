@@ -35,12 +35,12 @@ struct Consumer {
     const Params& p;
     const TensorMaps& maps;
     Shared& s;
-    int group, first_row, warp_row;  // rows: of the tile
+    int warpgroup, first_row, warp_row;  // rows: of the tile
 
     Tile tile{};
     TileWalk own;  // over the key tiles that the warpgroup's rows see
     Dropout dropout;
-    Turns<TURNS ? GROUPS : 1, 1 + GROUPS> turns;
+    Turns<TURNS ? WARPGROUPS : 1, 1 + WARPGROUPS> turns;
     float factor;
     bool near = true;     // whether soft caps of the tile's keys so far were near 0: then it is asked again
     unsigned unseen = 0;  // CLEARS: of the keys of these the lane's own (32 n + lane) that key_mask hides, in bits n
@@ -53,15 +53,15 @@ struct Consumer {
     Operand<KEYS> probabilities, weights;
     Operand<HELD ? DOT : 16> held;  // the warpgroup's rows of Q, where there are registers for them
 
-    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int group)
+    __device__ Consumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : p(p),
           maps(maps),
           s(s),
-          group(group),
-          first_row(64 * group),
+          warpgroup(warpgroup),
+          first_row(64 * warpgroup),
           warp_row(first_row + threadIdx.x / 32 % 4 * 16),
           dropout(p),
-          turns{group},
+          turns{warpgroup},
           factor(Pairs(p, Head{}).factor()) {}
 
     __device__ Placement<> placement(int key) const { return {tile.head.q, tile.queries.begin, key, warp_row}; }
@@ -99,7 +99,7 @@ struct Consumer {
         if (WEIGHED) dead.clear_many<4>(s.v_tile(), threadIdx.x / 32 % 4);
         if (TV) dead.clear_many<4>(s.tv_tile(), threadIdx.x / 32 % 4);
         fence_async();
-        sync_threads<128>(1 + group);
+        sync_threads<128>(1 + warpgroup);
     }
     __device__ void values_added() {
         wgmma_wait<0>();
@@ -292,10 +292,10 @@ struct Consumer {
         if (O_STAGED && maps.map_out) {
             bool storer = threadIdx.x % 128 == 0;
             if (storer) tma_wait_read();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
             store_rounded(o, s.o_tile(), warp_row, 0);
             fence_async();
-            sync_threads<128>(1 + group);
+            sync_threads<128>(1 + warpgroup);
             if (storer) {
                 s.o_tile().from(first_row).store(maps.out, tile.head.to_query(tile.queries.begin + first_row));
                 tma_commit();
@@ -364,12 +364,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         tma_prefetch(maps.v);
     }
     __syncthreads();
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    if (group == -1) {
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) load(p, maps, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        Consumer(p, maps, s, group).run();
+        Consumer(p, maps, s, warpgroup).run();
     }
 }

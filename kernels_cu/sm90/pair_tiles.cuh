@@ -21,7 +21,8 @@ struct PairTile {
     __device__ void load(const TensorMap& map, unsigned barrier, InMap at) const {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
-            tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + b * COLUMNS, BY_QUERY ? at.row : 0, at.head, at.batch);
+            tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + b * COLUMNS, BY_QUERY ? at.row : 0, at.head,
+                     at.batch);
     }
 
     // Zeros in rows [begin, end), by a warp.
@@ -33,8 +34,8 @@ struct PairTile {
                 store_shared_16(base + b * BLOCK_BYTES + 16 * n, ZEROS);
     }
 
-    // Where the elements of a fragment's lane begin. A lane's further ones are a constant away, but for the swizzle: rows
-    // by 8, or keys by 8, or by 1 where queries run along its lines.
+    // Where the elements of a fragment's lane begin. A lane's further ones are a constant away, but for the swizzle:
+    // rows by 8, or keys by 8, or by 1 where queries run along its lines.
     template <bool TRANSPOSED>
     __device__ unsigned place(int query, int key) const {
         int lane = threadIdx.x % 32, apart = lane / 4, along = lane % 4 * 2;
@@ -93,7 +94,8 @@ struct PairTiles {
 
     // The producer: from a query and a key on. Of an axis that it is broadcast along, an array has one entry.
     template <class Maps>
-    __device__ void load(const Params& p, const Maps& maps, unsigned barrier, const Head& head, int query, int key) const {
+    __device__ void load(const Params& p, const Maps& maps, unsigned barrier, const Head& head, int query,
+                         int key) const {
         mbarrier_arrive_expect(barrier, ARRIVING);
         if constexpr (config::MASK)
             mask().load(maps.mask, barrier, head.at_pair<config::MASK_LINES>(p.mask_strides, query, key));

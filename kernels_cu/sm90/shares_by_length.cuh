@@ -1,6 +1,6 @@
-// Where lengths are data, a sequence may be far longer than all others. Then the keys of each are cut by its own length,
-// in shares of SHARE_TILES key tiles at most. How many there are in all is known to nobody before lengths are read: the
-// warp that loads counts along the sequences.
+// Where lengths are data, a sequence may be far longer than all others. Then the keys of each are cut by its own
+// length, in shares of SHARE_TILES key tiles at most. How many there are in all is known to nobody before lengths are
+// read: the warp that loads counts along the sequences.
 #pragma once
 #include "attention/schedule.cuh"
 

@@ -14,28 +14,29 @@ struct Tile {
     __device__ bool none() const { return config::PACKED_Q && queries.end == 0; }
 };
 
-// Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them. Where later
-// tiles see more keys, groups of heads are worked on together.
+// Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.
+// Where later tiles see more keys, heads are worked on in rounds.
 template <int ROWS, int PACK>
 struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
-    // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it. Heads of a few tiles wait for memory
-    // rather than for products: of half as many, so that long tiles of some are beside short ones of others.
+    // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it. Heads of a few tiles wait
+    // for memory rather than for products: of half as many, so that long tiles of some are beside short ones of others.
     static constexpr long long CACHE = 16 << 20;
     static constexpr int FEW_TILES = 8;
-    // Tiles of the last group for each thread block, at least: with few the end would come to some sooner than to others. But no more
-    // than twice the cache asks for it. (Less than a group comes on top.)
+    // Tiles of the last round for each thread block, at least: with few the end would come to some sooner than to
+    // others. But no more than twice the cache asks for it. (Less than a round comes on top.)
     static constexpr int LAST = 2;
 
     int packs;                 // of the heads that share K and V
     int heads;                 // packs of all heads of an entry
-    int together, groups = 0;  // of these, whose tiles are worked on together; of so many; those that are left are the last group
+    int together, rounds = 0;  // of these, whose tiles are worked on together; of so many; those that are left are the
+                               // last round
 
     __device__ PackSchedule(const Params& p)
         : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING>(p), packs(tiles_in(group_of(p), PACK)) {
         heads = p.heads_k * packs;
         together = heads_in(of_sequence() > FEW_TILES ? CACHE : CACHE / 2);
         if (walk::GROWING)
-            groups = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, of_sequence()), heads_in(2 * CACHE))) /
+            rounds = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, of_sequence()), heads_in(2 * CACHE))) /
                      together;
     }
 
@@ -49,12 +50,12 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     // Packs of heads whose K and V take so many bytes; one head at least.
     __device__ int heads_in(long long bytes) const {
         const Params& p = this->p;
-        float fit =
-            float(bytes) / float(Sequence::bytes_of_kv(p));  // every thread comes to the same, and faster than by integers
+        // Every thread comes to the same, and faster than by integers.
+        float fit = float(bytes) / float(Sequence::bytes_of_kv(p));
         return int(fmaxf(1, fminf(fit, float(p.heads_k * entries())))) * packs;
     }
 
-    __device__ Tile tile(int number) const { return tile(this->index(number, heads * entries(), together, groups)); }
+    __device__ Tile tile(int number) const { return tile(this->index(number, heads * entries(), together, rounds)); }
     __device__ Tile tile(TileIndex at) const {
         const Params& p = this->p;
         int pack = at.head % heads, head_k = pack / packs;
@@ -71,11 +72,11 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     }
 };
 
-// Deals out the numbers 0, 1, ... to the thread blocks of a launch in the order of asking. N numbers are wanted; each block
-// asks until it is told N or more, so that they ask N + blocks times in all, and `last` is that less one. The memory (3
-// words) comes uninitialised, and nothing before this launch could set it: the first block that asks does, under a pair of
-// marks that memory does not hold by chance; the last one that asks removes them, so that another launch on the same memory
-// starts afresh.
+// Deals out the numbers 0, 1, ... to the thread blocks of a launch in the order of asking. N numbers are wanted; each
+// block asks until it is told N or more, so that they ask N + blocks times in all, and `last` is that less one. The
+// memory (3 words) comes uninitialised, and nothing before this launch could set it: the first block that asks does,
+// under a pair of marks that memory does not hold by chance; the last one that asks removes them, so that another
+// launch on the same memory starts afresh.
 struct Tickets {
     static constexpr unsigned long long SETTING = 0x9d3f6a1cc5e2704bull, READY = 0x71b8e40a2f96d35dull;
 

@@ -15,7 +15,9 @@ struct ToldLengths {
     }
     __device__ static ToldLengths of(const Params&, const Head&) { return {}; }
     // The sequence's head of K and V, by its number among all.
-    __device__ Head head(const Params& p, int kv_head) const { return Head::of_k(p, kv_head / p.heads_k, kv_head % p.heads_k); }
+    __device__ Head head(const Params& p, int kv_head) const {
+        return Head::of_k(p, kv_head / p.heads_k, kv_head % p.heads_k);
+    }
 };
 template <>
 struct ToldLengths<true> {

@@ -1,5 +1,5 @@
-// V of 8 bits, turned: the tensor cores want the numbers of a column side by side, keys in the order in which a lane of the
-// product S = Q K^T holds them (tile/swizzled.cuh, Operand). By a kernel before, into the plan's own memory.
+// V of 8 bits, turned: the tensor cores want the numbers of a column side by side, keys in the order in which a lane of
+// the product S = Q K^T holds them (tile/swizzled.cuh, Operand). By a kernel before, into the plan's own memory.
 #pragma once
 #include "attention/pairs.cuh"
 #include "attention/tiles.cuh"
@@ -40,7 +40,8 @@ __device__ void turn_values(const P& p, int block) {
         for (int i = 0; i < 4; i++) words[key * PITCH + column / 4 + i] = x[i];
     }
     __syncthreads();
-    unsigned* to = (unsigned*)p.turned + ((long long)(head.batch * p.heads_k + head.k) * DIM_V * tiles + tile) * (TURNED_KEYS / 4);
+    unsigned* to =
+        (unsigned*)p.turned + ((long long)(head.batch * p.heads_k + head.k) * DIM_V * tiles + tile) * (TURNED_KEYS / 4);
 #pragma unroll 4
     for (int n = threadIdx.x; n < TURNED_KEYS / 4 * WORDS; n += 256) {
         int four = n % (TURNED_KEYS / 4), word = n / (TURNED_KEYS / 4);
@@ -49,6 +50,7 @@ __device__ void turn_values(const P& p, int block) {
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = words[(key + i / 2 * 8 + i % 2) * PITCH + word];
 #pragma unroll
-        for (int c = 0; c < 4; c++) to[(4 * word + c) * (long long)tiles * (TURNED_KEYS / 4) + four] = byte_of_each(x, c);
+        for (int c = 0; c < 4; c++)
+            to[(4 * word + c) * (long long)tiles * (TURNED_KEYS / 4) + four] = byte_of_each(x, c);
     }
 }

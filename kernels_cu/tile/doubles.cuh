@@ -1,14 +1,15 @@
 // Products in double precision: tiles of doubles in shared memory, and how operands come from them.
 //
-// A product's step takes eight columns of A and eight rows of B. The tensor cores want a lane to hold one column of A, or
-// row of B, of the first four and one of the last four. A sum does not care for the order: here they are 2 t and 2 t + 1,
-// t = lane % 4, which lie side by side. That is where a lane has them in an accumulator, too, so that P is an operand as it is.
+// A product's step takes eight columns of A and eight rows of B. The tensor cores want a lane to hold one column of A,
+// or row of B, of the first four and one of the last four. A sum does not care for the order: here they are 2 t and
+// 2 t + 1, t = lane % 4, which lie side by side. That is where a lane has them in an accumulator, too, so that P is an
+// operand as it is.
 #pragma once
 #include "tile/fragment.cuh"
 
-// Rows are multiples of 128 bytes, all banks. Their chunks of 16 bytes are permuted by the row, so that three ways to read
-// meet no bank twice: pairs of a row, by eight lanes of two rows; a number of four rows 2 t by four columns, by half a warp;
-// and whole rows.
+// Rows are multiples of 128 bytes, all banks. Their chunks of 16 bytes are permuted by the row, so that three ways to
+// read meet no bank twice: pairs of a row, by eight lanes of two rows; a number of four rows 2 t by four columns, by
+// half a warp; and whole rows.
 template <int ROWS, int COLS>
 struct SharedTile<ROWS, COLS, double> {
     static constexpr int COLUMNS = COLS;

@@ -46,8 +46,8 @@ struct Accumulator {
     __device__ static int row(int m, int e) { return 16 * m + threadIdx.x % 32 / 4 + e / 2 * 8; }
     __device__ static int column(int n, int e) { return 8 * n + threadIdx.x % 4 * 2 + e % 2; }
 
-    // f(x, row, column, y...) for elements this lane holds and their counterparts in other accumulators: all of them, or
-    // those of column groups [BEGIN, END) of eight.
+    // f(x, row, column, y...) for elements this lane holds and their counterparts in other accumulators: all of them,
+    // or those of column groups [BEGIN, END) of eight.
     template <int BEGIN = 0, int END = N, class F, class... Others>
     __device__ void each(F f, Others&... others) {
 #pragma unroll
@@ -116,8 +116,8 @@ struct ColumnVector {
     __device__ Accum operator[](int column) const { return x[column / 8][column % 2]; }  // a constant, once unrolled
 };
 
-// Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k; of two
-// parts, those of one.
+// Where the A operand of a product comes from; (a, m, k) gives its 16 x 16 fragment at row fragment m, columns 16 k; of
+// two parts, those of one.
 
 // An accumulator, rounded to Product (RELU: see pack2), in parts `times` as large: the two layouts agree.
 template <int M, int N, bool RELU = false>
@@ -197,10 +197,11 @@ struct ProductSums {
         if (PARTS == 2) small.clear();
     }
 
-    // Fragments n and n + 1 of all rows, from all parts of a step's operands. TRANSPOSED: in the order of the transposed
-    // product, which then has the same bits.
+    // Fragments n and n + 1 of all rows, from all parts of a step's operands. TRANSPOSED: in the order of the
+    // transposed product, which then has the same bits.
     template <bool TRANSPOSED, int L>
-    __device__ void multiply(Accumulator<M, L>& sum, int n, const unsigned (&a)[PARTS][M][4], const unsigned (&b)[PARTS][4]) {
+    __device__ void multiply(Accumulator<M, L>& sum, int n, const unsigned (&a)[PARTS][M][4],
+                             const unsigned (&b)[PARTS][4]) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -225,8 +226,8 @@ struct ProductSums {
 // called at every step of 16: the place for copies that should not come in a burst.
 // `sums`: of an operand that comes piece by piece.
 template <int K, bool TRANSPOSED = false, int M, int N, int ROWS, int COLS, class T, class A, class F = Nothing>
-__device__ void mma_ABt(Accumulator<M, N>& sum, ProductSums<M, N>& sums, const A& operand, SharedTile<ROWS, COLS, T> b, int row,
-                        F along = F()) {
+__device__ void mma_ABt(Accumulator<M, N>& sum, ProductSums<M, N>& sums, const A& operand, SharedTile<ROWS, COLS, T> b,
+                        int row, F along = F()) {
     int lane = threadIdx.x % 32;
     unsigned base = b.address(row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
 #pragma unroll
@@ -252,7 +253,8 @@ __device__ void mma_ABt(Accumulator<M, N>& sum, const A& operand, SharedTile<ROW
 }
 
 // sum += A B over K; B's rows are summed over, its columns [col, col + 8 N) are those of the sum. Of two parts, sum +=
-// unit A B; the tensor cores cut off what does not fit a sum, so theirs are of this product alone, a few fragments at a time.
+// unit A B; the tensor cores cut off what does not fit a sum, so theirs are of this product alone, a few fragments at a
+// time.
 template <int K, int M, int N, int ROWS, int COLS, class T, class A, class F = Nothing>
 __device__ void mma_AB(Accumulator<M, N>& sum, const A& operand, SharedTile<ROWS, COLS, T> b, int col, F along = F(),
                        float unit = 1) {

@@ -1,6 +1,7 @@
-// A number of float32 as two of float16, for the tensor cores: times * x = high + low / 2^11, where high is times * x rounded
-// and low what that leaves, 2^11 as large, so that it has as many binades as high. 22 bits together; the product of two such
-// numbers is that of the high parts and, 2^11 as large, the two of a high and a low part (after Ootomo and Yokota 2022).
+// A number of float32 as two of float16, for the tensor cores: times * x = high + low / 2^11, where high is times * x
+// rounded and low what that leaves, 2^11 as large, so that it has as many binades as high. 22 bits together; the
+// product of two such numbers is that of the high parts and, 2^11 as large, the two of a high and a low part (after
+// Ootomo and Yokota 2022).
 #pragma once
 #include "ptx/convert.cuh"
 #include "tile/shared.cuh"

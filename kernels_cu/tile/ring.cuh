@@ -1,6 +1,6 @@
-// A ring of STAGES stages in shared memory that one thread (or FILLERS warps) fills and WARPS warps read. Each stage has two
-// barriers: "full", on which the bytes of a fill arrive, and "empty", on which every warp says that it is done with them.
-// Either side keeps its own place in the ring.
+// A ring of STAGES stages in shared memory that one thread (or FILLERS warps) fills and WARPS warps read. Each stage
+// has two barriers: "full", on which the bytes of a fill arrive, and "empty", on which every warp says that it is done
+// with them. Either side keeps its own place in the ring.
 #pragma once
 #include "ptx/mbarrier.cuh"
 

@@ -72,9 +72,11 @@ __device__ void store_float_rows(const Accumulator<M, N>& sum, bool vectors, int
 
 // The same of an accumulator that stands at (row, col) of `rows` rows of `cols` numbers.
 template <int M, int N, class T>
-__device__ void store_floats(const Accumulator<M, N>& sum, T* to, long long stride, int row, int col, int rows, int cols) {
+__device__ void store_floats(const Accumulator<M, N>& sum, T* to, long long stride, int row, int col, int rows,
+                             int cols) {
     bool vectors = (unsigned long long)to % 8 == 0 && stride % 2 == 0 && cols % 2 == 0;
-    store_float_rows(sum, vectors, cols - col, [&](int r) -> T* { return row + r < rows ? to + (row + r) * stride + col : nullptr; });
+    store_float_rows(sum, vectors, cols - col,
+                     [&](int r) -> T* { return row + r < rows ? to + (row + r) * stride + col : nullptr; });
 }
 
 // Two numbers rounded to T, the first in the lowest bits.
@@ -104,8 +106,8 @@ __device__ void store_one_by_one(const Accumulator<1, N>& sum, int cols, F at) {
     }
 }
 
-// Rounded. A row of `cols` elements begins at(row), null where there is none. Where they are so aligned (`vectors`, of all lanes)
-// a lane writes eight of it at once, the four lanes of a row 32.
+// Rounded. A row of `cols` elements begins at(row), null where there is none. Where they are so aligned (`vectors`, of
+// all lanes) a lane writes eight of it at once, the four lanes of a row 32.
 template <int N, class F>
 __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols, F at) {
     static_assert(N % 4 == 0);

@@ -1,5 +1,6 @@
-// A tile of 16-bit numbers in shared memory (of doubles: tile/doubles.cuh). Rows are 16 bytes longer than their elements, so that the eight rows that
-// ldmatrix reads at once lie in different banks, and every address is a base plus a constant.
+// A tile of 16-bit numbers in shared memory (of doubles: tile/doubles.cuh). Rows are 16 bytes longer than their
+// elements, so that the eight rows that ldmatrix reads at once lie in different banks, and every address is a base plus
+// a constant.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
@@ -34,10 +35,10 @@ constexpr int PARTS = sizeof(In) == 4 && sizeof(Product) == 2 ? 2 : 1;
 template <int ROWS, int COLS>
 using OperandTile = SharedTile<ROWS, PARTS * COLS>;
 
-// A copy of rows x cols elements of global memory into a tile; what lies beyond them in the tile becomes zeros. It comes
-// in PIECES, 16 bytes for each thread, so that it can ride along a product: in one burst they would fill the queue that
-// the product's own loads wait in. Where cols is no multiple of 16 bytes, the memory must hold zeros up to the next (the
-// host sees to it).
+// A copy of rows x cols elements of global memory into a tile; what lies beyond them in the tile becomes zeros. It
+// comes in PIECES, 16 bytes for each thread, so that it can ride along a product: in one burst they would fill the
+// queue that the product's own loads wait in. Where cols is no multiple of 16 bytes, the memory must hold zeros up to
+// the next (the host sees to it).
 template <int THREADS, int ROWS, int COLS, class Tile = SharedTile<ROWS, COLS>, class T = Product>
 struct AsyncCopy {
     static constexpr int EACH = VECTOR<T>;         // elements of a chunk

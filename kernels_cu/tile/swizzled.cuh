@@ -1,6 +1,6 @@
-// Tiles in shared memory as TMA writes and wgmma reads them: blocks of 64 columns of 16 bits, or 128 of 8, one after the other,
-// each a row of 128 bytes for every row of the tile, its eight 16-byte chunks permuted by the row ("128-byte swizzle"), so
-// that neither rows nor columns meet in one bank. Tiles start at multiples of 1024 bytes.
+// Tiles in shared memory as TMA writes and wgmma reads them: blocks of 64 columns of 16 bits, or 128 of 8, one after
+// the other, each a row of 128 bytes for every row of the tile, its eight 16-byte chunks permuted by the row ("128-byte
+// swizzle"), so that neither rows nor columns meet in one bank. Tiles start at multiples of 1024 bytes.
 #pragma once
 #include "ptx/order.cuh"
 #include "ptx/shared.cuh"
@@ -50,13 +50,14 @@ struct SwizzledTile {
             tma_store(map, base + b * BLOCK_BYTES, at.column + WIDTH * b, at.row, at.head, at.batch, yes);
     }
 
-    // Operand of a product whose sum runs along the rows: STEP columns at STEP k, rows from `row` on. (Its address is that
-    // before the swizzle.)
+    // Operand of a product whose sum runs along the rows: STEP columns at STEP k, rows from `row` on. (Its address is
+    // that before the swizzle.)
     __device__ unsigned long long along_rows(int row, int k) const {
         return descriptor(128 * row + k / 4 * BLOCK_BYTES + k % 4 * 32, 0);
     }
 
-    // Operand of a product whose sum runs down the columns, of 16-bit numbers: 16 rows at 16 k, all columns from block `b` on.
+    // Operand of a product whose sum runs down the columns, of 16-bit numbers: 16 rows at 16 k, all columns from block
+    // `b` on.
     __device__ unsigned long long down_columns(int k, int b = 0) const {
         return descriptor(128 * 16 * k + b * BLOCK_BYTES, BLOCK_BYTES);
     }
@@ -78,8 +79,8 @@ __device__ void changed(Accumulator<1, N>& sum) {
         for (int e = 0; e < 4; e++) mark_changed(sum.x[0][n][e]);
 }
 
-// A 64 x K operand in registers, rounded to Product. Of 8 bits, a lane's four numbers of a row that follow each other in K are
-// two and two of the accumulator, eight columns apart: K is in that order (sm90/turned_values.cuh).
+// A 64 x K operand in registers, rounded to Product. Of 8 bits, a lane's four numbers of a row that follow each other
+// in K are two and two of the accumulator, eight columns apart: K is in that order (sm90/turned_values.cuh).
 template <int K>
 struct Operand {
     static constexpr int EACH = STEP<Product>;
@@ -121,13 +122,15 @@ __device__ void start_product(Accumulator<1, N>& sum, A a, B b) {
     wgmma_fence();
     if constexpr (!ADD) wgmma_start<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(0), b(0), Product());
 #pragma unroll
-    for (int k = ADD ? 0 : 1; k < K / STEP<Product>; k++) wgmma<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(k), b(k), Product());
+    for (int k = ADD ? 0 : 1; k < K / STEP<Product>; k++)
+        wgmma<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(k), b(k), Product());
     wgmma_commit();
 }
 
 // A B^T over K columns; A's 64 rows from `row` on, B's first rows are the columns of the sum.
 template <int K, bool ADD = false, int N, int ROWS, int COLS, int ROWS_B, class T>
-__device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS, T> a, int row, SwizzledTile<ROWS_B, COLS, T> b) {
+__device__ void start_ABt(Accumulator<1, N>& sum, SwizzledTile<ROWS, COLS, T> a, int row,
+                          SwizzledTile<ROWS_B, COLS, T> b) {
     static_assert(8 * N <= ROWS_B);
     start_product<K, ADD, 0, 0>(
         sum, [&](int k) { return a.along_rows(row, k); }, [&](int k) { return b.along_rows(0, k); });
@@ -208,7 +211,8 @@ __device__ void store_transposed(const Operand<K>& operand, Tile tile, int row, 
                                operand.x[k]);
 }
 
-// Round a warp's 16 rows to a tile's numbers of 16 bits and store them from (row, col) of the tile on; TRANSPOSED: as 16 columns.
+// Round a warp's 16 rows to a tile's numbers of 16 bits and store them from (row, col) of the tile on; TRANSPOSED: as
+// 16 columns.
 template <bool TRANSPOSED = false, bool RELU = false, int N, class Tile>
 __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, int col, int lane = threadIdx.x % 32) {
     using T = typename Tile::Number;
@@ -221,19 +225,21 @@ __device__ void store_rounded(const Accumulator<1, N>& sum, Tile tile, int row, 
             pairs[i] = pack2<T, RELU>(f[i % 2 * 2], f[i % 2 * 2 + 1]);
         }
         if (TRANSPOSED)
-            stmatrix_x4_transposed(tile.address(row + 16 * k + lane % 8 + lane / 16 * 8, col + lane / 8 % 2 * 8), pairs);
+            stmatrix_x4_transposed(tile.address(row + 16 * k + lane % 8 + lane / 16 * 8, col + lane / 8 % 2 * 8),
+                                   pairs);
         else
             stmatrix_x4(tile.address(row + lane % 16, col + 16 * k + lane / 16 * 8), pairs);
     }
     if constexpr (N % 2) {
         static_assert(TRANSPOSED);
         const float(&f)[4] = sum.x[0][N - 1];
-        stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8), pack2<T, RELU>(f[0], f[1]),
-                               pack2<T, RELU>(f[2], f[3]));
+        stmatrix_x2_transposed(tile.address(row + 8 * (N - 1) + lane % 8, col + lane / 8 % 2 * 8),
+                               pack2<T, RELU>(f[0], f[1]), pack2<T, RELU>(f[2], f[3]));
     }
 }
 
-// As store_rows (tile/rows.cuh), through 16 rows of 64 columns in shared memory that are the warp's own: half as many instructions.
+// As store_rows (tile/rows.cuh), through 16 rows of 64 columns in shared memory that are the warp's own: half as many
+// instructions.
 using Strip = SwizzledTile<16, 64, Out>;
 
 template <int N, class F>

@@ -146,9 +146,9 @@ inline void tma_wait_read() {
     for (auto& read : on_cpu::me->reads) read.now();
     on_cpu::me->reads.clear();
 }
-template <int GROUPS = 0>
+template <int PENDING = 0>
 void tma_wait() {
-    on_cpu::me->stores.finish(GROUPS);
+    on_cpu::me->stores.finish(PENDING);
 }
 inline void fence_async() { on_cpu::note_fence(); }
 inline void fence_async_global() {}

@@ -52,22 +52,22 @@ def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs
     """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
     if t.wide and (
-        t.rows != 64 or t.stages != 2 or dim > 64 * t.groups * (1 + t.clustered) or (t.clustered and t.keys % 32)
+        t.rows != 64 or t.stages != 2 or dim > 64 * t.warpgroups * (1 + t.clustered) or (t.clustered and t.keys % 32)
     ):
         return None
-    if t.shares_rows(dim) and t.rows % (16 * t.groups):
+    if t.shares_rows(dim) and t.rows % (16 * t.warpgroups):
         return None
     part_rows = t.part_rows(dim)
     if part_rows // 8 % (finish.fragments // 2):
         return None
     s_tile = 2 * (t.keys * pad(t.rows, 64) if t.wide else t.rows * pad(t.keys, 64))  # of P or dS
-    parts = 256 * t.groups * part_rows
-    if not t.wide and t.groups * 2 * 64 * (blocks + blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
+    parts = 256 * t.warpgroups * part_rows
+    if not t.wide and t.warpgroups * 2 * 64 * (blocks + blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
         return None
     size = 2 * (t.keys * (blocks + blocks_v) + t.rows * (t.stages * blocks + t.do_stages * blocks_v))
     size += t.stages * 8 * t.rows + pairs.memory(t.rows, t.keys) + BARRIERS  # lse and delta
     # P, dS of two steps, also the other block's, and some columns of its K; else dS of two steps, or P and dS.
-    size += 5 * s_tile + 2 * t.keys * 64 * t.groups if t.clustered else 2 * s_tile + parts
+    size += 5 * s_tile + 2 * t.keys * 64 * t.warpgroups if t.clustered else 2 * s_tile + parts
     return size + finish.warps * finish.stages * (512 * finish.fragments + 16)
 
 
@@ -119,13 +119,13 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
             raise ValueError(f"{name} has batch {problem.batch} and {heads} heads: {n} tiles; less than 2**30 fit")
     shares = cost.shares(problem, t, clusters)
     together, resident = cost.dealt_out(problem, t, shares, clusters)
-    summed = all_keys * cluster * t.groups if shares > 1 else 0  # consumers' keys whose sums are left in memory
+    summed = all_keys * cluster * t.warpgroups if shares > 1 else 0  # consumers' keys whose sums are left in memory
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     constants: tuple[tuple[str, int | bool], ...] = (
-        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys), ("GROUPS", t.groups),
-        ("CLUSTER", cluster),
+        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys),
+        ("WARPGROUPS", t.warpgroups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts),
         ("SHARED_MEMORY", size),
@@ -135,7 +135,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", all_queries, 128),
-        Launch("attention_backward", cluster * min(all_keys * shares, clusters), 128 * (t.groups + 1), size),
+        Launch("attention_backward", cluster * min(all_keys * shares, clusters), 128 * (t.warpgroups + 1), size),
     )
     workspace = (
         Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, 2, t.rows), t.rows),  # and lse
@@ -177,6 +177,6 @@ def _few_add(problem: AttentionProblem, t: BackwardTile) -> bool:
 def _finish_parts(t: BackwardTile, dim: int, tiles: int, warps: int) -> int:
     """In how many parts a tile of dQ is turned to rows, where tiles are few beside the warps that do: its time comes
     after all else."""
-    columns = dim // 32 * (t.groups if t.shares_rows(dim) else 1)  # a part is some of them
+    columns = dim // 32 * (t.warpgroups if t.shares_rows(dim) else 1)  # a part is some of them
     parts = max(n for n in (1, 2, 3, 4) if columns % n == 0)
     return parts if parts * tiles <= FINISH_TICKETS * warps else 1

@@ -19,14 +19,14 @@ CACHE = 16 << 20  # bytes of the L2 cache that what visits the tiles of heads de
 
 @dataclass(frozen=True)
 class BackwardJvpTile:
-    """Of both kernels: a thread block has one warpgroup that loads and `groups` that own 64 rows each.
+    """Of both kernels: a thread block has one warpgroup that loads and `warpgroups` that own 64 rows each.
 
     The kernel that owns queries visits `keys` keys at a time, the one that owns keys `rows` queries.
     """
 
     rows: int
     keys: int
-    groups: int
+    warpgroups: int
     query_stages: int  # tiles of queries in flight
     key_stages: int  # of keys
     ahead: int = (
@@ -55,7 +55,7 @@ BACKWARD_JVP_TILES = (
 def _possible(t: BackwardJvpTile, problem: AttentionProblem) -> bool:
     """Do what is owned and what visits it come out even, is there a stage for what is added later beside the one that
     is under way, and have four tiles of scores and the results room in registers?"""
-    most, own = 232 if t.groups == 2 else 152, 64 * t.groups
+    most, own = 232 if t.warpgroups == 2 else 152, 64 * t.warpgroups
     return (
         own % t.rows == own % t.keys == 0
         and t.key_stages > t.ahead
@@ -65,7 +65,7 @@ def _possible(t: BackwardJvpTile, problem: AttentionProblem) -> bool:
 
 
 TILES = Tiles(BACKWARD_JVP_TILES, {
-    "rows": (32, 48, 64), "keys": (32, 48, 64, 80), "groups": (2, 3), "query_stages": (1, 2, 3, 4),
+    "rows": (32, 48, 64), "keys": (32, 48, 64, 80), "warpgroups": (2, 3), "query_stages": (1, 2, 3, 4),
     "key_stages": (1, 2, 3, 4), "ahead": (0, 1), "turns": (0, 1), "queries_held": (0, 1, 2, 3),
     "keys_held": (0, 1, 2, 3), "spills": (0,),
 }, _possible)  # fmt: skip
@@ -83,7 +83,7 @@ def _memory(problem: AttentionProblem, t: BackwardJvpTile) -> tuple[int, int]:
     row, row_v = (2 * pad(n, 64) for n in padded(problem))
     q, k, v, dout = (problem.moves(name) for name in ("q", "k", "v", "dout"))
     of_query, of_key = (1 + q) * row + (1 + dout) * row_v, (1 + k) * row + (1 + v) * row_v
-    own = 64 * t.groups
+    own = 64 * t.warpgroups
     return (
         own * of_query + t.key_stages * t.keys * of_key + BARRIERS,
         own * of_key + t.query_stages * t.rows * (of_query + 4 * NUMBERS) + BARRIERS,
@@ -105,7 +105,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         raise ValueError(f"no sm90 backward_jvp tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, of_queries, of_keys = found
     dim, dim_v = padded(problem)
-    own = 64 * t.groups
+    own = 64 * t.warpgroups
     heads_q, heads_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     tiles = ceil(problem.seq_q, t.rows)  # of a head
     # Where tiles differ in length those of some heads are dealt out together, long ones first.
@@ -113,14 +113,14 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     banded = problem.block_mask is not None or problem.left is not None or problem.right is not None
     together = max(1, min(heads_k, CACHE // max(1, traffic))) if banded else 1
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("GROUPS", t.groups), ("ROWS", t.rows), ("KEYS", t.keys),
-        ("QUERY_STAGES", t.query_stages), ("KEY_STAGES", t.key_stages), ("AHEAD", bool(t.ahead)),
+        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("WARPGROUPS", t.warpgroups), ("ROWS", t.rows),
+        ("KEYS", t.keys), ("QUERY_STAGES", t.query_stages), ("KEY_STAGES", t.key_stages), ("AHEAD", bool(t.ahead)),
         ("TURNS", bool(t.turns)), ("QUERIES_HELD", t.queries_held), ("KEYS_HELD", t.keys_held),
         ("SHARED_MEMORY_QUERIES", of_queries), ("SHARED_MEMORY_KEYS", of_keys), *features(problem),
     )  # fmt: skip
     sides = {"q": t.rows, "dout": t.rows, "k": t.keys, "v": t.keys}
     moved = [Box(f"t{name}", sides[name]) for name in ("q", "k", "v", "dout") if problem.moves(name)]
-    threads = 128 * (t.groups + 1)
+    threads = 128 * (t.warpgroups + 1)
     return KernelPlan(
         **common(problem, arch, BACKWARD_JVP),
         constants=constants,

@@ -11,13 +11,13 @@ from ..measured import number
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """A thread block has one warpgroup that moves data and `groups` that compute; it owns `keys` keys and visits `rows`
-    queries at a time. The blocks of a cluster visit the same queries, and add to dQ once for all their keys.
+    """A thread block has one warpgroup that moves data and `warpgroups` that compute; it owns `keys` keys and visits
+    `rows` queries at a time. The blocks of a cluster visit the same queries, and add to dQ once for all their keys.
     """
 
     rows: int
     keys: int
-    groups: int
+    warpgroups: int
     stages: int  # Q tiles in flight
     do_stages: int  # dO tiles in flight
     spills: int = 0
@@ -29,19 +29,19 @@ class BackwardTile:
     def wide(self) -> bool:
         """Whether warpgroups share out the columns of dK and dV (and P goes through shared memory too), not the
         keys."""
-        return self.keys < 64 * self.groups
+        return self.keys < 64 * self.warpgroups
 
     @property
     def clustered(self) -> bool:
         """Where two warpgroups share out the columns, what they add to dQ is what binds: half of it with twice the
         keys."""
-        return self.wide and self.groups == 2
+        return self.wide and self.warpgroups == 2
 
     @property
     def blocks(self) -> int:
         """Thread blocks of a multiprocessor. One warpgroup that computes alone would leave it idle between two
         tiles."""
-        return 2 if self.groups == 1 else 1
+        return 2 if self.warpgroups == 1 else 1
 
     @property
     def cluster(self) -> int:
@@ -54,13 +54,13 @@ class BackwardTile:
 
     def part_rows(self, dim: int) -> int:
         """Rows of a warpgroup's part of dQ."""
-        return self.rows // self.groups if self.shares_rows(dim) else self.rows
+        return self.rows // self.warpgroups if self.shares_rows(dim) else self.rows
 
     def sums(self, dim: int, dim_v: int) -> int:
         """Sums of dK and dV that a thread holds."""
         if not self.wide:
             return (dim + dim_v) // 2
-        return sum(ceil(ceil(n, 64), self.groups) for n in (dim, dim_v)) * self.keys // 2
+        return sum(ceil(ceil(n, 64), self.warpgroups) for n in (dim, dim_v)) * self.keys // 2
 
 
 # What may be spilled are addresses: the producer warps', and a consumer's, once a tile or where it adds to dQ in turn.
@@ -92,11 +92,11 @@ def weighed(problem: AttentionProblem, dim: int) -> tuple[BackwardTile, ...]:
 
 def _possible(t: BackwardTile, problem: AttentionProblem) -> bool:
     """How the warpgroups share out the keys is in the table."""
-    return (t.keys, t.groups) in {(row.keys, row.groups) for row in BACKWARD_TILES}
+    return (t.keys, t.warpgroups) in {(row.keys, row.warpgroups) for row in BACKWARD_TILES}
 
 
 TILES = Tiles(BACKWARD_TILES, {
-    "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "groups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
+    "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "warpgroups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
     "spills": (0,),
 }, _possible)  # fmt: skip
 

@@ -132,7 +132,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     banded = listed or problem.left is not None or problem.right is not None
     span = t.rows // pack  # queries of each of `pack` heads
     # Whether warpgroups have their rows of Q each by itself. Of three the producer has no registers for it.
-    own_q = q_stages == 1 and pack == 1 and t.groups * t.blocks < 3
+    own_q = q_stages == 1 and pack == 1 and t.warpgroups * t.blocks < 3
     tiles = tiles_of(problem, t, pack)
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
@@ -144,18 +144,18 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
-    wide = max(dim, dim_v) == 128 and t.groups > 1
+    wide = max(dim, dim_v) == 128 and t.warpgroups > 1
     long = not problem.ragged and problem.seq_k > LONG_KEYS
     lone = wide and tiles * parts == grid and long and not problem.dropout
     key_box = t.keys if problem.page is None else math.gcd(problem.page, t.keys)
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", t.blocks), ("KEYS", t.keys),
-        ("STAGES", t.stages), ("KEY_BOX", key_box), ("SHARE_TILES", share_tiles),
+        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("WARPGROUPS", t.warpgroups), ("BLOCKS", t.blocks),
+        ("KEYS", t.keys), ("STAGES", t.stages), ("KEY_BOX", key_box), ("SHARE_TILES", share_tiles),
         ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
         ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
-    launches = [Launch("attention_forward", grid, 128 * (t.groups + 1), size)]
+    launches = [Launch("attention_forward", grid, 128 * (t.warpgroups + 1), size)]
     spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, v_parts * dim_v)]
     launches += shares.combine(problem, parts)
     values = Box("v", key_box)

@@ -15,7 +15,7 @@ RATE, SCORE_SECONDS, LEAST_SECONDS = (
     number("sm90_forward.score"),
     number("sm90_forward.visit"),
 )
-ENDS_SECONDS, GROUP_SECONDS = number("sm90_forward.ends"), number("sm90_forward.group")
+ENDS_SECONDS, WARPGROUP_SECONDS = number("sm90_forward.ends"), number("sm90_forward.warpgroup")
 # Times the least that a multiprocessor may have to compute: up to that they are taken in their order.
 NARROW_OVERLOAD, OVERLOAD = 1.25, 1.03
 TIMED_OVERLOAD = 1.08  # where it is reckoned in seconds, which are right within 10 %
@@ -36,7 +36,7 @@ def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> s
     asked = min(problem.seq_q, t.rows // pack) * min(problem.group, pack)  # rows of a tile
     score = max(2 * (problem.dim + problem.dim_v / value_parts(problem)) / RATE, SCORE_SECONDS)
     visit = shares.Visit(pad(asked, 64) * t.keys * score, LEAST_SECONDS * t.keys / 64)
-    ends = ENDS_SECONDS + t.groups * GROUP_SECONDS
+    ends = ENDS_SECONDS + t.warpgroups * WARPGROUP_SECONDS
     tiles = shares.Tiles(tiles_of(problem, t, pack), t.rows, t.keys, t.blocks, visit, ends)
     found = shares.shares(problem, tiles, arch.sms)
     return found if problem.dtype != FLOAT8 else found._replace(number=1)

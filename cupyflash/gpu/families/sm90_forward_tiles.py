@@ -14,10 +14,10 @@ from .sm90_memory import PART, WIDEST, padded, paired, value_parts
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a
+    """A thread block has one warpgroup that loads and `warpgroups` that own 64 queries each; it visits `keys` keys at a
     time."""
 
-    groups: int
+    warpgroups: int
     keys: int
     stages: int  # K and V tiles in flight
     blocks: int = 1  # thread blocks of a multiprocessor
@@ -30,14 +30,14 @@ class ForwardTile:
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups
+        return 64 * self.warpgroups
 
     @property
     def registers(self) -> int:
         """Of a thread that computes, as kernels_cu/sm90/forward.cu shares them out."""
-        at_start = 65536 // (128 * (self.groups + 1) * self.blocks) // 8 * 8
-        producer = 40 if self.groups * self.blocks < 3 else 32
-        return ((self.groups + 1) * at_start - producer) // self.groups // 8 * 8
+        at_start = 65536 // (128 * (self.warpgroups + 1) * self.blocks) // 8 * 8
+        producer = 40 if self.warpgroups * self.blocks < 3 else 32
+        return ((self.warpgroups + 1) * at_start - producer) // self.warpgroups // 8 * 8
 
 
 FORWARD_TILES = (
@@ -173,7 +173,7 @@ def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
 
 
 TILES = Tiles(FORWARD_TILES, {
-    "groups": (1, 2, 3, 4), "keys": (48, 64, 80, 96, 128, 192), "stages": (1, 2, 3, 4), "blocks": (1, 2, 3, 4),
+    "warpgroups": (1, 2, 3, 4), "keys": (48, 64, 80, 96, 128, 192), "stages": (1, 2, 3, 4), "blocks": (1, 2, 3, 4),
     "spills": (0,),
 }, _possible)  # fmt: skip
 
@@ -203,7 +203,7 @@ def choices(problem: AttentionProblem) -> tuple[tuple[ForwardTile, int], ...]:
     packs = [n for n in BRIEF_PACKS if n <= problem.group] if dim <= 128 and problem.seq_q <= BRIEF_PACKED else []
     return (
         *((t, 1) for t in found),
-        *((t, n) for n in packs for t in found if (t.groups, t.keys) == (2, 128) or t.groups == 1 and n < 8),
+        *((t, n) for n in packs for t in found if (t.warpgroups, t.keys) == (2, 128) or t.warpgroups == 1 and n < 8),
     )
 
 

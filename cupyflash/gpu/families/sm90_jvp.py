@@ -18,10 +18,10 @@ from .sm90_memory import BARRIERS, PairTiles, common, dots, padded, pair_stages,
 
 @dataclass(frozen=True)
 class JvpTile:
-    """A thread block has one warpgroup that loads and `groups` that own 64 queries each; it visits `keys` keys at a
+    """A thread block has one warpgroup that loads and `warpgroups` that own 64 queries each; it visits `keys` keys at a
     time."""
 
-    groups: int
+    warpgroups: int
     keys: int
     stages: int  # K and V tiles in flight, with those of their tangents
     turns: int = 0  # 1: warpgroups take turns to issue products
@@ -34,7 +34,7 @@ class JvpTile:
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups
+        return 64 * self.warpgroups
 
 
 # What is spilled are addresses, once per tile, where tiles are tested or scores are more than products.
@@ -62,11 +62,11 @@ STAGED = (True, False)
 def _possible(t: JvpTile, problem: AttentionProblem) -> bool:
     """Have scores, their tangents, the 16-bit copies of both and the result room in registers?"""
     copies = t.keys // 2 if t.ahead else 0
-    return t.keys + copies + pad(problem.dim_v, 16) // 2 <= (232 if t.groups == 2 else 160)
+    return t.keys + copies + pad(problem.dim_v, 16) // 2 <= (232 if t.warpgroups == 2 else 160)
 
 
 TILES = Tiles(JVP_TILES, {
-    "groups": (2, 3), "keys": (32, 48, 64, 80, 96, 128), "stages": (1, 2, 3), "turns": (0, 1), "ahead": (0, 1),
+    "warpgroups": (2, 3), "keys": (32, 48, 64, 80, 96, 128), "stages": (1, 2, 3), "turns": (0, 1), "ahead": (0, 1),
     "held": (0, 1), "spills": (0,),
 }, _possible)  # fmt: skip
 
@@ -126,7 +126,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)
     grid = min(tiles, arch.sms)
     constants = (
-        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("GROUPS", t.groups), ("BLOCKS", 1), ("KEYS", t.keys),
+        ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("WARPGROUPS", t.warpgroups), ("BLOCKS", 1), ("KEYS", t.keys),
         ("STAGES", t.stages), ("KEY_BOX", t.keys), ("SHARE_TILES", 0),
         ("AHEAD", bool(t.ahead)), ("TURNS", bool(t.turns)), ("HELD", bool(t.held)), ("Q_STAGES", 1), ("OWN_Q", False),
         ("O_STAGED", staged), ("O_STRIPS", False), ("PACK", 1), ("SHARES", False), ("V_PARTS", 1),
@@ -136,7 +136,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     return KernelPlan(
         **common(problem, arch, JVP),
         constants=constants,
-        launches=(Launch("attention_jvp", grid, 128 * (t.groups + 1), size),),
+        launches=(Launch("attention_jvp", grid, 128 * (t.warpgroups + 1), size),),
         workspace=(Workspace("counters", "uint32", (3 if not alike and tiles > grid else 0,)),),
         spills=t.spills,
         maps=(
