@@ -179,6 +179,8 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     lib, arrays = _of_one_library(asked.arrays)
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     writing.check_rows(views, asked.layout)
+    if lib.kind != "jax":  # whose arrays are not written to
+        writing.check_apart(views)
     if "slots" in arrays:
         done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check), asked.numbers)
         _keep(key, done, None, False)
