@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .namespaces import cast, float8_of
 from .problem import ARRAY_RULES, EIGHT, FLOAT8, HALVES, AttentionProblem, Given, View, to_bshd
 
@@ -93,7 +95,8 @@ def quantised(xp: Any, x: Any, dtype: str, scale: Any) -> tuple[Any, Any]:
         scale = xp.amax(xp.abs(wide), -1) / largest if x.shape[-1] else xp.zeros_like(wide.sum(-1))
         scale = xp.where(scale < SMALLEST, xp.full_like(scale, SMALLEST), scale)
     by = scale[..., None] if hasattr(scale, "shape") else scale
-    numbers = xp.clip(wide / by, -largest, largest)
+    with np.errstate(all="ignore"):  # by 0, or of what is not finite
+        numbers = xp.clip(wide / by, -largest, largest)
     if dtype == "int8":
         numbers = xp.round(xp.where(xp.isnan(numbers), xp.zeros_like(numbers), numbers))
         return cast(numbers, xp.int8), scale

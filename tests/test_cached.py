@@ -309,3 +309,27 @@ def test_scales_of_rows_have_memory_of_their_own(library: str) -> None:
     attention_append(None, new, new, cache, put(K8), filled, v_descale=memory[..., 1:], **apart)
     same = {"k_descale": 0.5, "v_descale": 0.5}  # K and V of one cache, alike
     attention_append(None, new, new, cache, cache, filled, **same)
+
+
+def test_what_is_not_finite_warns_of_nothing() -> None:
+    """Neither a scale of 0 nor one beyond the rows that there are; so too where warnings are errors."""
+    q, scales = Q[:, :1], np.ones((2, 4, 2), "f4")
+    scales[:, 3] = np.inf
+    mask = np.arange(4) < 3
+    with np.errstate(all="raise"):
+        assert not attention(q, K8, K8, key_mask=mask, k_descale=scales, v_descale=scales).any()
+        new = np.array([np.inf, np.nan, 1, 0] * 8, np.float16).reshape(2, 1, 2, 8)
+        attention_append(None, new, new, K8.copy(), F8.copy().view("i1"), np.zeros(2, np.int32), k_descale=scales,
+                         v_descale=np.zeros(2, "f4"))  # fmt: skip
+
+
+def test_numbers_that_scale_nothing_and_what_is_no_argument() -> None:
+    new, filled = np.ones((2, 1, 2, 8), np.float16), np.zeros(2, np.int32)
+    attention_append(None, new, new, cache := K8.copy(), K8.copy(), filled, k_descale=1e-30)
+    assert (cache[:, 0] == 127).all()
+    with pytest.raises(ValueError, match="^scale times k_descale is 3.*; for int8 inputs its size must be"):
+        attention(Q, K8, K8, k_descale=1e-30)
+    with pytest.raises(TypeError, match="^attention_append.. got an unexpected keyword argument 'numbers'"):
+        attention_append(None, new, new, K8.copy(), K8.copy(), filled, numbers={"k_descale": -1.0})
+    with pytest.raises(TypeError, match="^k has dtype uint8; .*, or int8 beside q of float16 or bfloat16$"):
+        attention(Q, K8.view("u1"), K8.view("u1"))
