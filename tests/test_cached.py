@@ -333,3 +333,17 @@ def test_numbers_that_scale_nothing_and_what_is_no_argument() -> None:
         attention_append(None, new, new, K8.copy(), K8.copy(), filled, numbers={"k_descale": -1.0})
     with pytest.raises(TypeError, match="^k has dtype uint8; .*, or int8 beside q of float16 or bfloat16$"):
         attention(Q, K8.view("u1"), K8.view("u1"))
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_compiled_with_another_number_each_time(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch, "compile"):
+        pytest.skip("this PyTorch compiles nothing")
+    q, k = torch.ones(2, 1, 4, 8, dtype=torch.float16), torch.arange(160, dtype=torch.int8).reshape(2, 5, 2, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: attention(q, k, k, **{name: x}), backend="aot_eager", fullgraph=True)
+    for x in (0.02, 0.03, 0.04):  # the second makes it a symbol
+        assert torch.equal(compiled(x), attention(q, k, k, **{name: x}))
+    with pytest.raises(Exception, match=f"{name} is nan; it must be finite"):
+        attention(q, k, k, **{name: float("nan")})
