@@ -12,7 +12,7 @@ from cached_problems import BY, EIGHT, Cached, draw
 from ragged import arguments
 from reference import DTYPES
 
-from cupyflash import attention, attention_append, attention_backward, attention_jvp
+from cupyflash import Pages, attention, attention_append, attention_backward, attention_jvp
 
 LENGTHS = [5, 0, 40, 24]
 FORMS: dict[str, dict[str, Any]] = {
@@ -331,7 +331,7 @@ def test_numbers_that_scale_nothing_and_what_is_no_argument() -> None:
         attention(Q, K8, K8, k_descale=1e-30)
     with pytest.raises(TypeError, match="^attention_append.. got an unexpected keyword argument 'numbers'"):
         attention_append(None, new, new, K8.copy(), K8.copy(), filled, numbers={"k_descale": -1.0})
-    with pytest.raises(TypeError, match="^k has dtype uint8; .*, or int8 beside q of float16 or bfloat16$"):
+    with pytest.raises(TypeError, match="^k has dtype uint8; .*, int8 beside q of float16 or bfloat16$"):
         attention(Q, K8.view("u1"), K8.view("u1"))
 
 
@@ -347,3 +347,30 @@ def test_compiled_with_another_number_each_time(name: str) -> None:
         assert torch.equal(compiled(x), attention(q, k, k, **{name: x}))
     with pytest.raises(Exception, match=f"{name} is nan; it must be finite"):
         attention(q, k, k, **{name: float("nan")})
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_pages_that_are_shared_take_their_scales_along(layout: str, rng: np.random.Generator) -> None:
+    """A fork copies a page that it writes to, and what the rows there are multiplied by."""
+
+    def lay(x: np.ndarray, axis: int) -> np.ndarray:
+        return np.ascontiguousarray(x.swapaxes(axis, axis + 1)) if layout == "bhsd" else x
+
+    pools = [
+        *(lay(np.zeros((8, 4, 2, 8), np.int8), 1) for _ in "kv"),
+        *(lay(np.zeros((8, 4, 2), "f4"), 1) for _ in "kv"),
+    ]
+    scales = dict(zip(("k_descale", "v_descale"), pools[2:]))
+    pages = Pages(pools, layout=layout)
+    first, rows = pages.allocate(), half(rng, 1, 6, 2, 8)
+    room = pages.append([first], [6])
+    attention_append(None, *[lay(rows, 1)] * 2, *pools[:2], room.seqlens_k, page_table=room.page_table, layout=layout,
+                     **scales)  # fmt: skip
+    both, q, new = [first, pages.fork(first)], half(rng, 2, 1, 4, 8), half(rng, 2, 1, 2, 8)
+    room = pages.append(both, [1, 1])
+    found = attention_append(lay(q, 1), *[lay(new, 1)] * 2, *pools[:2], room.seqlens_k, page_table=room.page_table,
+                             layout=layout, **scales)  # fmt: skip
+    whole = np.concatenate((rows.repeat(2, 0), new), 1)
+    np.testing.assert_allclose(lay(found, 1), attention(q, whole, whole), atol=0.03)
+    with pytest.raises(ValueError, match=r"^pools\[1\] has shape \(8, 4\); it must be .*\) for scales"):
+        Pages([pools[0], np.zeros((8, 4))], layout=layout)
