@@ -197,6 +197,9 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
 
 def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, key: Any) -> tuple[Array, ...]:
     attends, layout = "q" in arrays, asked.layout
+    if attends and lib.kind == "jax" and cached.of_eight(arrays["k_cache"]):
+        of_jax: Any = lib
+        arrays = arrays | {name: of_jax.forward_alone(name, arrays[name]) for name in ("k_new", "v_new")}
     turns = attends and "rotary[0]" in arrays
     call = _call(lib, arrays, asked)
     adopted, targets = interop.adopt(lib, call.arrays, call.targets)

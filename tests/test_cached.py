@@ -374,3 +374,23 @@ def test_pages_that_are_shared_take_their_scales_along(layout: str, rng: np.rand
     np.testing.assert_allclose(lay(found, 1), attention(q, whole, whole), atol=0.03)
     with pytest.raises(ValueError, match=r"^pools\[1\] has shape \(8, 4\); it must be .*\) for scales"):
         Pages([pools[0], np.zeros((8, 4))], layout=layout)
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+def test_jax_refuses_gradients_of_new_rows(eight: str) -> None:
+    """Which integers would have as 0."""
+    jax = pytest.importorskip("jax")
+    new, cache, filled = _jax(Q[:, :1]), _jax(K8.view(EIGHT[eight])), _jax(np.zeros(2, np.int32))
+
+    def step(new: Any) -> Any:
+        return attention_append(new, new, new, cache, cache, filled, v_descale=0.5)[0].astype("f4").sum()
+
+    jax.jit(step)(new), jax.vmap(lambda x: step(new * x))(np.ones(2, "f2"))
+    for of in (
+        step,
+        lambda x: attention_append(new, x, new, cache, cache, filled)[0].astype("f4").sum(),
+        jax.jit(lambda x: attention_append(new, new, x, cache, cache, filled)[0].astype("f4").sum()),
+    ):
+        with pytest.raises(TypeError, match="_new is written to caches of 8 bits, of which there is a forward alone"):
+            jax.grad(of)(new)
+    jax.grad(lambda x: step(jax.lax.stop_gradient(x)) + x.astype("f4").sum())(new)
