@@ -104,6 +104,8 @@ def attention_append(
     arrays |= {"seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "page_table": page_table, "slots": slots}
     if rotary is not None:
         arrays |= tables(rotary)
+    if "numbers" in options:
+        raise unexpected("attention_append", "numbers", inspect.signature(attention_append).parameters)
     numbers = {}
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if isinstance(x, numbers_module.Real):
@@ -179,6 +181,8 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     lib, arrays = _of_one_library(asked.arrays)
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     writing.check_rows(views, asked.layout)
+    if lib.kind != "jax":  # whose arrays are not written to
+        writing.check_apart(views)
     if "slots" in arrays:
         done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check), asked.numbers)
         _keep(key, done, None, False)
@@ -193,6 +197,9 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
 
 def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, key: Any) -> tuple[Array, ...]:
     attends, layout = "q" in arrays, asked.layout
+    if attends and lib.kind == "jax" and cached.of_eight(arrays["k_cache"]):
+        of_jax: Any = lib
+        arrays = arrays | {name: of_jax.forward_alone(name, arrays[name]) for name in ("k_new", "v_new")}
     turns = attends and "rotary[0]" in arrays
     call = _call(lib, arrays, asked)
     adopted, targets = interop.adopt(lib, call.arrays, call.targets)
@@ -289,7 +296,8 @@ def _call(lib: Library, arrays: Arrays, asked: _Asked) -> Call:
     values = complete({name: x for name, x in options.items() if name in _OPTIONS})
     if values["score"] is not None or options.get("score_arrays") is not None:
         trace_score(lib, of_call, values, options.get("score_arrays"))
-    scales = {name: asked.numbers.get(name, arrays.get(name)) for name in cached.SCALES}
+    numbers = asked.numbers if "q" in arrays else {}  # where nothing is attended they scale nothing
+    scales = {name: numbers.get(name, arrays.get(name)) for name in cached.SCALES}
     of_call |= fold_descales(values, q, arrays["k_cache"], scales)
     targets = {} if options.get("out") is None else {"out": options["out"]}
     call = Call(lib, FORWARD, of_call, values, targets, number, options.get("family"), asked.return_lse)

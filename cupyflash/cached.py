@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from .namespaces import cast, float8_of
-from .problem import ARRAY_RULES, EIGHT, FLOAT8, HALVES, AttentionProblem, Given, View, to_bshd
+from .problem import ARRAY_RULES, EIGHT, FLOAT8, HALVES, INPUTS, AttentionProblem, Given, View, to_bshd
 
 SCALES = ("k_descale", "v_descale")
 LARGEST = {FLOAT8: 448.0, "int8": 127.0}
+TAKEN = INPUTS, (*INPUTS, f"int8 beside q of {' or '.join(HALVES)}")  # dtypes of q, and of k and v
 SMALLEST = 1e-30  # of scales that are made of rows
 
 
@@ -88,12 +89,15 @@ def quantised(xp: Any, x: Any, dtype: str, scale: Any) -> tuple[Any, Any]:
     What is too large becomes the largest. Of NaN e4m3 has one, int8 none: there it becomes 0, beside a scale of NaN
     where rows have their own.
     """
+    import numpy as np  # not with the package, which imports no array library
+
     wide, largest = cast(x, xp.float32), LARGEST[dtype]
     if scale is None:
         scale = xp.amax(xp.abs(wide), -1) / largest if x.shape[-1] else xp.zeros_like(wide.sum(-1))
         scale = xp.where(scale < SMALLEST, xp.full_like(scale, SMALLEST), scale)
     by = scale[..., None] if hasattr(scale, "shape") else scale
-    numbers = xp.clip(wide / by, -largest, largest)
+    with np.errstate(all="ignore"):  # by 0, or of what is not finite
+        numbers = xp.clip(wide / by, -largest, largest)
     if dtype == "int8":
         numbers = xp.round(xp.where(xp.isnan(numbers), xp.zeros_like(numbers), numbers))
         return cast(numbers, xp.int8), scale

@@ -37,11 +37,12 @@ class Pages:
 
     Parameters
     ----------
-    pools : sequence of (pages, page, heads, dim)
-        NumPy, CuPy, PyTorch or JAX arrays on one device. JAX's are immutable: `pools` of this object has those of the
-        last copy, and is to be set to what `attention_append` returned.
+    pools : sequence of (pages, page, heads, dim), and of (pages, page, heads) behind the first
+        NumPy, CuPy, PyTorch or JAX arrays on one device; those without `dim` are the scales of rows of 8 bits, which
+        are copied with their rows. JAX's are immutable: `pools` of this object has those of the last copy, and is to be
+        set to what `attention_append` returned.
     layout : "bshd" or "bhsd"
-        Of pools: (pages, heads, page, dim) for the latter.
+        Of pools: (pages, heads, page, dim), and (pages, heads, page), for the latter.
     """
 
     def __init__(self, pools: Sequence[Array], *, layout: str = "bshd") -> None:
@@ -58,12 +59,13 @@ class Pages:
             if interop.library(name, x) is not lib:
                 raise TypeError(f"{name} is no {lib.kind} array, but pools[0] is; all must come from one library")
             shape = interop.view(lib, name, x).shape
-            if len(shape) != 4 or 0 in to_bshd(shape, layout)[:2]:
-                axes = "pages, page, heads, dim" if layout == "bshd" else "pages, heads, page, dim"
+            found = to_bshd((*shape, 1)[:4], layout)[:2] if len(shape) in ((3, 4) if i else (4,)) else (0, 0)
+            if 0 in found:
+                axes = "pages, page, heads" if layout == "bshd" else "pages, heads, page"
+                also = f", or ({axes}) for scales of rows" if i else ""
                 raise ValueError(
-                    f"{name} has shape {shape}; it must be ({axes}), with 1 or more pages of 1 or more rows"
+                    f"{name} has shape {shape}; it must be ({axes}, dim){also}, with 1 or more pages of 1 or more rows"
                 )
-            found = to_bshd(shape, layout)[:2]
             first = found if first is None else first
             if found != first:
                 raise ValueError(

@@ -84,7 +84,7 @@ def fold_descales(options: dict[str, Any], q: Any, k: Any, descales: dict[str, A
         if not isinstance(x, numbers.Real):
             if not _may_be_array(x):
                 raise TypeError(
-                    f"{name} is {x!r}; it must be a number, or an array with one for each head or block of a head"
+                    f"{name} is {x!r}; it must be a number, or an array with one for each head, block or row of a head"
                 )
             arrays[name] = x
             continue
@@ -103,7 +103,7 @@ def fold_descales(options: dict[str, Any], q: Any, k: Any, descales: dict[str, A
         folded[option] += f" times {name}"
     for option, names in folded.items():
         if names:
-            _in_range(option + names, FLOAT8, options[option], None)
+            _in_range(option + names, cached.name_of(k) if cached.of_eight(k) else FLOAT8, options[option], None)
     return arrays
 
 
@@ -157,7 +157,7 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     given = {name: x for name, x in given.items() if name not in scales}
     for name, x in named.items():
         if x.dtype not in INPUTS and not (cache_dtype and name != "q"):
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(INPUTS)}")
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(cached.TAKEN[name != 'q'])}")
         if not ragged and len(x.shape) not in (2, 3, 4):
             axes = "(batch, sequence, heads, dim)" if layout == "bshd" else "(batch, heads, sequence, dim)"
             folded = f"; fold axes before these into the batch: {name}.reshape(-1, *{name}.shape[-3:])"

@@ -12,7 +12,7 @@ from cached_problems import BY, EIGHT, Cached, draw
 from ragged import arguments
 from reference import DTYPES
 
-from cupyflash import attention, attention_append, attention_backward, attention_jvp
+from cupyflash import Pages, attention, attention_append, attention_backward, attention_jvp
 
 LENGTHS = [5, 0, 40, 24]
 FORMS: dict[str, dict[str, Any]] = {
@@ -283,3 +283,114 @@ def test_torch_refuses_gradients_and_vmap_and_casts_none() -> None:
         with pytest.raises(Exception, match="caches of 8 bits is not traced"):
             torch.compile(lambda new, k: attention_append(None, new, new, k, k.clone(), slots=torch.tensor([[0], [5]])),
                           backend="eager", fullgraph=True)(q[:, :, :2], k)  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_scales_of_rows_have_memory_of_their_own(library: str) -> None:
+    """What K writes there is not what V divides by."""
+    put = np.array if library == "numpy" else tensor
+    new, filled = put(np.ones((2, 1, 2, 8), np.float16)), put(np.zeros(2, np.int32))
+    memory = put(np.ones((2, 4, 3), "f4"))
+    for k_descale, v_descale, message in (
+        (memory[..., :2], memory[..., :2], "^k_descale shares memory with v_descale; it must have memory of its own"),
+        (memory[..., :2], memory[..., 1:], "^k_descale shares memory with v_descale"),
+    ):
+        caches = put(K8), put(K8)
+        with pytest.raises(ValueError, match=message):
+            attention_append(None, new, new, *caches, filled, k_descale=k_descale, v_descale=v_descale)
+        assert not any(of.any() for of in caches)
+    cache = put(K8)
+    with pytest.raises(ValueError, match="^k_cache shares memory with v_cache"):
+        attention_append(None, new, new, cache, cache, filled, k_descale=memory[..., :2])
+    if library == "torch":
+        with pytest.raises(ValueError, match=r"^v_descale has shape \(2, 4, 2\) and strides \(12, 3, 0\)"):
+            attention_append(None, new, new, cache, put(K8), filled, v_descale=memory[..., :1].expand(2, 4, 2))
+    apart = {"k_descale": memory[..., :1].repeat(2, -1) if library == "numpy" else memory[..., :2].clone()}
+    attention_append(None, new, new, cache, put(K8), filled, v_descale=memory[..., 1:], **apart)
+    same = {"k_descale": 0.5, "v_descale": 0.5}  # K and V of one cache, alike
+    attention_append(None, new, new, cache, cache, filled, **same)
+
+
+def test_what_is_not_finite_warns_of_nothing() -> None:
+    """Neither a scale of 0 nor one beyond the rows that there are; so too where warnings are errors."""
+    q, scales = Q[:, :1], np.ones((2, 4, 2), "f4")
+    scales[:, 3] = np.inf
+    mask = np.arange(4) < 3
+    with np.errstate(all="raise"):
+        assert not attention(q, K8, K8, key_mask=mask, k_descale=scales, v_descale=scales).any()
+        new = np.array([np.inf, np.nan, 1, 0] * 8, np.float16).reshape(2, 1, 2, 8)
+        attention_append(None, new, new, K8.copy(), F8.copy().view("i1"), np.zeros(2, np.int32), k_descale=scales,
+                         v_descale=np.zeros(2, "f4"))  # fmt: skip
+
+
+def test_numbers_that_scale_nothing_and_what_is_no_argument() -> None:
+    new, filled = np.ones((2, 1, 2, 8), np.float16), np.zeros(2, np.int32)
+    attention_append(None, new, new, cache := K8.copy(), K8.copy(), filled, k_descale=1e-30)
+    assert (cache[:, 0] == 127).all()
+    with pytest.raises(ValueError, match="^scale times k_descale is 3.*; for int8 inputs its size must be"):
+        attention(Q, K8, K8, k_descale=1e-30)
+    with pytest.raises(TypeError, match="^attention_append.. got an unexpected keyword argument 'numbers'"):
+        attention_append(None, new, new, K8.copy(), K8.copy(), filled, numbers={"k_descale": -1.0})
+    with pytest.raises(TypeError, match="^k has dtype uint8; .*, int8 beside q of float16 or bfloat16$"):
+        attention(Q, K8.view("u1"), K8.view("u1"))
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_compiled_with_another_number_each_time(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch, "compile"):
+        pytest.skip("this PyTorch compiles nothing")
+    q, k = torch.ones(2, 1, 4, 8, dtype=torch.float16), torch.arange(160, dtype=torch.int8).reshape(2, 5, 2, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: attention(q, k, k, **{name: x}), backend="aot_eager", fullgraph=True)
+    for x in (0.02, 0.03, 0.04):  # the second makes it a symbol
+        assert torch.equal(compiled(x), attention(q, k, k, **{name: x}))
+    with pytest.raises(Exception, match=f"{name} is nan; it must be finite"):
+        attention(q, k, k, **{name: float("nan")})
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_pages_that_are_shared_take_their_scales_along(layout: str, rng: np.random.Generator) -> None:
+    """A fork copies a page that it writes to, and what the rows there are multiplied by."""
+
+    def lay(x: np.ndarray, axis: int) -> np.ndarray:
+        return np.ascontiguousarray(x.swapaxes(axis, axis + 1)) if layout == "bhsd" else x
+
+    pools = [
+        *(lay(np.zeros((8, 4, 2, 8), np.int8), 1) for _ in "kv"),
+        *(lay(np.zeros((8, 4, 2), "f4"), 1) for _ in "kv"),
+    ]
+    scales = dict(zip(("k_descale", "v_descale"), pools[2:]))
+    pages = Pages(pools, layout=layout)
+    first, rows = pages.allocate(), half(rng, 1, 6, 2, 8)
+    room = pages.append([first], [6])
+    attention_append(None, *[lay(rows, 1)] * 2, *pools[:2], room.seqlens_k, page_table=room.page_table, layout=layout,
+                     **scales)  # fmt: skip
+    both, q, new = [first, pages.fork(first)], half(rng, 2, 1, 4, 8), half(rng, 2, 1, 2, 8)
+    room = pages.append(both, [1, 1])
+    found = attention_append(lay(q, 1), *[lay(new, 1)] * 2, *pools[:2], room.seqlens_k, page_table=room.page_table,
+                             layout=layout, **scales)  # fmt: skip
+    whole = np.concatenate((rows.repeat(2, 0), new), 1)
+    np.testing.assert_allclose(lay(found, 1), attention(q, whole, whole), atol=0.03)
+    with pytest.raises(ValueError, match=r"^pools\[1\] has shape \(8, 4\); it must be .*\) for scales"):
+        Pages([pools[0], np.zeros((8, 4))], layout=layout)
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+def test_jax_refuses_gradients_of_new_rows(eight: str) -> None:
+    """Which integers would have as 0."""
+    jax = pytest.importorskip("jax")
+    new, cache, filled = _jax(Q[:, :1]), _jax(K8.view(EIGHT[eight])), _jax(np.zeros(2, np.int32))
+
+    def step(new: Any) -> Any:
+        return attention_append(new, new, new, cache, cache, filled, v_descale=0.5)[0].astype("f4").sum()
+
+    jax.jit(step)(new), jax.vmap(lambda x: step(new * x))(np.ones(2, "f2"))
+    for of in (
+        step,
+        lambda x: attention_append(new, x, new, cache, cache, filled)[0].astype("f4").sum(),
+        jax.jit(lambda x: attention_append(new, new, x, cache, cache, filled)[0].astype("f4").sum()),
+    ):
+        with pytest.raises(TypeError, match="_new is written to caches of 8 bits, of which there is a forward alone"):
+            jax.grad(of)(new)
+    jax.grad(lambda x: step(jax.lax.stop_gradient(x)) + x.astype("f4").sum())(new)

@@ -190,6 +190,9 @@ def test_no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "_ordinal", lambda: 0)
     with pytest.raises(ValueError, match="^q has dtype float8_e4m3fn, of which CuPy has no arrays to time"):
         tune((2, 2048, 16, 128), dtype="fp8", q_descale=2.0)
+    q, k = np.zeros((2, 1, 4, 64), np.float16), np.zeros((2, 2048, 4, 64), np.int8)
+    with pytest.raises(ValueError, match="^k has dtype int8, and caches of 8 bits are not tuned"):
+        tune(q, k, k_descale=2.0)
 
 
 @pytest.mark.filterwarnings("error")

@@ -31,8 +31,9 @@ def cached(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The same of k and v of 8 bits beside q of 16, whose scales (B, Sk, Hk, 1) have one for each row."""
     one = np.float32(1)
-    k = k.astype(np.float32) * given.pop("k_descale", one)
-    v = v.astype(np.float32) * (given.pop("v_descale", one) * np.float32(problem.out_scale))
+    with np.errstate(all="ignore"):  # what belongs to nobody may be anything
+        k = k.astype(np.float32) * given.pop("k_descale", one)
+        v = v.astype(np.float32) * (given.pop("v_descale", one) * np.float32(problem.out_scale))
     left = tuple(x for x in problem.given if x.name not in DESCALES)
     return _forward(replace(problem, cache_dtype=None, out_scale=1.0, given=left), q, k, v, **given)
 

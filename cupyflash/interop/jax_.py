@@ -67,3 +67,17 @@ def check_target(name: str, x: jax.Array) -> None:
 
 def wrap(name: str, x: Any) -> jax.Array:
     raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array, as q is")
+
+
+def forward_alone(name: str, x: jax.Array) -> jax.Array:
+    """x, of which JAX would find a gradient of 0 where it is rounded to integers."""
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise TypeError(
+            f"{name} is written to caches of 8 bits, of which there is a forward alone, but a gradient is wanted; give "
+            f"jax.lax.stop_gradient({name})"
+        )
+
+    same = jax.custom_jvp(lambda x: x)
+    same.defjvp(refuse)
+    return same(x)

@@ -24,7 +24,7 @@ from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
 from ..passes import BACKWARD, FORWARD, PASSES, Pass, pass_named
-from ..problem import FLOAT8, AttentionProblem, check_flag, check_options, complete
+from ..problem import EIGHT, FLOAT8, AttentionProblem, check_flag, check_options, complete
 from .explanation import as_view, views_of_score
 from .precompile import Job, compile_all
 from .shapes import even, of_problem
@@ -127,6 +127,8 @@ def tune(
     if as_view("q", q, dtype, arch.name).dtype == FLOAT8:
         raise ValueError(f"q has dtype {FLOAT8}, of which CuPy has no arrays to time; its tiles are the table's own")
     k = q if k is None else k
+    if (of_k := as_view("k", k, dtype, arch.name).dtype) in EIGHT:
+        raise ValueError(f"k has dtype {of_k}, and caches of 8 bits are not tuned; their tiles are the table's own")
     asked = {name: given.pop(name) for name in complete({}) if name in given}
     given["seed"], _ = rules.seed_of(given.get("seed"), 0.0)  # a number changes nothing
     read = views_of_score(given.pop("score_arrays", None), arch.name)
