@@ -477,6 +477,10 @@ def test_nonsense_that_nobody_looks_at_writes_nothing_outside(kind: str, rng: np
         ):
             continue  # two rows in one place: whoever is last
         assert (guarded[[0, -1]] == 7).all()
+        if turn % 2 and (np.diff(lengths["cu_seqlens_q"].astype(int)) < 0).any():  # whose a row is nothing says
+            rows = {*map(bytes, new.reshape(-1, 8))}
+            assert all(bytes(x) in rows for x in guarded[1:-1][(guarded[1:-1] != cache).any((-2, -1))])
+            continue
         assert_same(guarded[1:-1], want)
 
 

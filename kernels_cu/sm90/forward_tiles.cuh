@@ -24,7 +24,7 @@ constexpr bool ROOMY = WARPGROUPS * BLOCKS < 3;
 
 // Per thread. What the producer warpgroup gives away the consumers take: together no more than at the start.
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = ROOMY ? 40 : 32;
+constexpr int PRODUCER_REGISTERS = !ROOMY ? 32 : PAGED ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = ((WARPGROUPS + 1) * START_REGISTERS - PRODUCER_REGISTERS) / WARPGROUPS / 8 * 8;
 
 // OWN_Q, where Q has one place in shared memory: each warpgroup gives its rows back with its own last scores of a tile,
@@ -92,10 +92,20 @@ struct KeyPlaces<true> {
     template <class Tile>
     __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head,
                          int column = 0) const {
-#pragma unroll 4
-        for (int n = 0; n < BOXES; n++) {
-            InMap at = head.in_page(__shfl_sync(~0u, row, n), __shfl_sync(~0u, page, n)).down(0, column);
-            if (leads()) tile.from(n * KEY_BOX).load(map, barrier, at);
+        constexpr int TOGETHER = BOXES % 4 ? BOXES : 4;
+        __syncwarp();  // the first thread has waited for all
+        for (int first = 0; first < BOXES; first += TOGETHER) {
+            int rows[TOGETHER], pages[TOGETHER];
+#pragma unroll
+            for (int n = 0; n < TOGETHER; n++)
+                rows[n] = __shfl_sync(~0u, row, first + n), pages[n] = __shfl_sync(~0u, page, first + n);
+            if (elected()) {
+#pragma unroll
+                for (int n = 0; n < TOGETHER; n++) {
+                    InMap at = head.in_page(rows[n], pages[n]).down(0, column);
+                    tile.from((first + n) * KEY_BOX).load(map, barrier, at);
+                }
+            }
         }
     }
 };

@@ -73,6 +73,7 @@ void store_later(R read, W write) {
 
 }  // namespace on_cpu
 
+inline bool elected() { return threadIdx.x % 32 == 0; }
 inline void tma_prefetch(const TensorMap& map) {}
 
 inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
