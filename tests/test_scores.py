@@ -115,6 +115,15 @@ def test_expanded_in_strides(backend: Backend, dtype: str, rng: np.random.Genera
 
 
 @on_pairs_with_scores
+def test_nan_beside_sinks(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    """A row of NaN has no largest score, and is no row without keys for that."""
+    for name in ("q", "k", "v", "dout"):
+        inputs = draw_inputs(rng, dtype, seq=(52, 17), given=("sinks",))
+        getattr(inputs, name)[1, 5, 0, 3] = np.nan
+        check(backend, inputs, moving=())
+
+
+@on_pairs_with_scores
 def test_a_bias_and_sinks_in_float32(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
     """For inputs of any dtype; and slopes in the dtype of q, of each batch entry or one set for all."""
     inputs = draw_inputs(rng, dtype, heads=(4, 2), given=ALL, key_mask=True)

@@ -177,6 +177,18 @@ def infinite(inputs: Any) -> Any:
     return inputs
 
 
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("family", ["sm80", "simt"])
+def test_nan_beside_a_sink(family: str, name: str, rng: np.random.Generator) -> None:
+    """It is no row without keys, of which lse is the sink."""
+
+    def one(inputs: Any) -> Any:
+        getattr(inputs, name)[1, 5, 0, 3] = np.nan
+        return inputs
+
+    check(family, A100, rng, "float16", {"seq": (52, 17), "heads": (2, 1), "given": ("sinks",)}, {}, change=one)
+
+
 def test_a_sink_for_all_heads(rng: np.random.Generator) -> None:
     def one(inputs: Any) -> Any:
         inputs.given["sinks"] = inputs.given["sinks"][:1].copy()

@@ -281,9 +281,9 @@ __device__ void gather_sink(const Params& p, int of_head, F minus_delta) {
             Head head = Head::of_q(p, n / heads, of_head + n % heads);
             Accum sink = Pairs(p, head).sink(head.q);
             for (int i = threadIdx.x; i < head.queries(p); i += THREADS) {
-                Accum weight = exp2((sink - p.lse[head.row_number(p, i)]) * LOG2E);
-                // Of a row without a score NaN: nothing is added, whatever delta is.
-                if (weight > 0) sum = fma(weight, minus_delta(head, i), sum);
+                Accum lse = p.lse[head.row_number(p, i)], weight = exp2((sink - lse) * LOG2E);
+                // Of a row without a score, and without this one, nothing is added, whatever delta is.
+                if (weight != 0 && lse != MINUS_INFINITY) sum = fma(weight, minus_delta(head, i), sum);
             }
         }
         sums[threadIdx.x] = sum;

@@ -210,7 +210,7 @@ struct OnlineSoftmax {
                 if constexpr (config::SINKS) {
                     alone = sink(Accumulator<M, 1>::row(m, 2 * h));
                     Accum exponent = any ? fma(alone, LOG2_E, maximum[m][h] * -factor) : 127;
-                    any = exponent < 127;
+                    any = exponent < 127 || total != total;  // (what is NaN has no largest score)
                     total = any ? total + exp2_approx(exponent) : 1;
                 }
                 sum[m][h] = any ? reciprocal_approx(total * kept) : 0;

@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         if (config::SINKS) {
             alone = pairs.sink(head.q);
             const Accum exponent = any ? alone * LOG2E - top[i] * factor : 127;
-            any = exponent < 127;
+            any = exponent < 127 || sum[i] != sum[i];  // (what is NaN has no largest score)
             sum[i] = any ? sum[i] + exp2(exponent) : 1;
         }
         Accum inverse = any ? 1 / (sum[i] * kept(p)) : 0;

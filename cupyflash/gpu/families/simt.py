@@ -34,6 +34,8 @@ MAX_DIM = 4096
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
+    if problem.cache_dtype is not None and of is not FORWARD:
+        return f"takes no k and v of {problem.cache_dtype} beside q of {problem.dtype} in a {of}"
     if max(problem.dim, problem.dim_v) > MAX_DIM:
         return f"takes head dimensions up to {MAX_DIM}, not {problem.dim} and {problem.dim_v}"
     return None

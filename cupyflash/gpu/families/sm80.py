@@ -40,6 +40,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"takes no page_table in a {of}"
     if problem.dtype == FLOAT8:
         return f"takes no {problem.dtype}"
+    if problem.cache_dtype is not None and of is not FORWARD:
+        return f"takes no k and v of {problem.cache_dtype} beside q of {problem.dtype} in a {of}"
     if problem.batch_invariant and parts_of(problem.dtype) > 1:  # the rows of a tile are split in one unit
         return f"takes no batch_invariant=True with {problem.dtype}"
     if arch.cc < 80:
