@@ -210,6 +210,24 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     assert code == 0 and "cached" in out
 
 
+def test_caches_of_8_bits_are_told_and_compiled(run: Run, cache: Path, no_gpu: None) -> None:
+    """With a scale for each row, or none; in pages too. Of no other dtype, and no gradients."""
+    shapes = ("--shape", "4,1,32,128", "--kv-shape", "4,8192,8,128", "--arch", "sm_90a")
+    scales = ("--k-descale", "--v-descale")
+    for more in ((), scales, (*scales, "--seqlens-k")):
+        code, out, err = run("explain", *shapes, "--kv-dtype", "int8", *more)
+        assert (code, err) == (0, "") and "4 x 8192 x 8 x 128 int8" in out and "sm80" in out
+    pages = (*shapes[:2], "--kv-shape", "256,16,8,128", *shapes[4:], "--seqlens-k", "--page-table", *scales)
+    assert "256 x 16 x 8 x 128 float8_e4m3fn" in run("explain", *pages, "--kv-dtype", "fp8")[1]
+    only = ("--arch", "sm_80", "--head-dim", "64", "--causal", "--kv-dtype", "int8", *scales)
+    code, out, err = run("compile", *only, "--dtype", "bf16")
+    assert (code, err) == (0, "") and "forward" in out and "backward" not in out
+    assert {job.problem.cache_dtype for job in jobs(["sm_80"], ["fp16"], [64], kv_dtype="int8")} == {"int8"}
+    assert "float8_e4m3fn or int8" in run("explain", *shapes, "--kv-dtype", "bf16")[2]
+    assert "q of float16 or bfloat16" in run("explain", *shapes, "--kv-dtype", "int8", "--dtype", "fp32")[2]
+    assert "forward alone" in run("explain", *shapes, "--kv-dtype", "int8", "--of", "backward")[2]
+
+
 def test_compiled_kernels_are_told_in_80_columns() -> None:
     """In lines that stand under their headings."""
     work = jobs(["sm_90a"])

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..passes import BACKWARD, FORWARD, pass_named
-from ..problem import float_name
+from ..problem import HALVES, float_name
 from .command_options import asked, flag
 from .console import Console
 from .tables import KernelLines, pairs, say, show, tuning_table
@@ -45,6 +45,7 @@ app = typer.Typer(
 DType = Annotated[str, typer.Option(help="bf16, fp16, fp32, fp64, fp8 or their long names.")]
 KvShape = Annotated[str | None, typer.Option(help="Of k and v. Default: that of q.")]
 VShape = Annotated[str | None, typer.Option(help="Of v, where its last dimension is not that of k.")]
+KvDType = Annotated[str | None, typer.Option(help="int8 or fp8: k and v have 8 bits beside q of 16.")]
 Sequences = Annotated[
     int | None, typer.Option(min=1, help="How many there are, where --cu-seqlens-q packs them. Default 1.")
 ]
@@ -165,6 +166,7 @@ def explain(
     arrays: tuple[str, ...],
     shape: Annotated[str, typer.Option(help="Of q, as in 2,8192,16,128.")],
     dtype: DType = "bfloat16",
+    kv_dtype: KvDType = None,
     kv_shape: KvShape = None,
     v_shape: VShape = None,
     sequences: Sequences = None,
@@ -182,9 +184,10 @@ def explain(
     """Tell how a call would run: kernels, registers, shared memory, FLOPs, bytes, workspace, copies, fall backs."""
     from .. import explain as _explain
 
-    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options, sequences)
+    (q, k, v), others = _shapes(shape, kv_shape, v_shape, arrays, options, sequences, kv_dtype is not None)
     moved = tuple(tangents.split(",")) if tangents is not None else ()
-    told = _explain(q, k, v, **others, **options, dtype=dtype, arch=arch, of=of, tangents=moved, family=family)
+    how: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "arch": arch, "of": of, "family": family}
+    told = _explain(q, k, v, **others, **options, **how, tangents=moved)
     pairs(told.rows(verbose))
 
 
@@ -207,6 +210,7 @@ def compile_(
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Default: both.")] = None,
     of: Annotated[str | None, typer.Option(help="forward or backward. Default: both.")] = None,
     family: Family = None,
+    kv_dtype: KvDType = None,
 ) -> None:
     """Fill the cache with compiled kernels; no GPU is needed, so a container can be built with them.
 
@@ -217,9 +221,10 @@ def compile_(
     from .precompile import HEAD_DIMS, Done, compile_all, jobs, kept
 
     both, both_passes = (False, True), (FORWARD, BACKWARD)
+    usual = tuple(HEAD_DIMS if kv_dtype is None else HALVES)
     work = jobs(
-        arch, dtype or tuple(HEAD_DIMS), head_dim or (), both if causal is None else (causal,),
-        both_passes if of is None else (pass_named(of, both_passes),), arrays, family, **options,
+        arch, dtype or usual, head_dim or (), both if causal is None else (causal,),
+        both_passes if of is None else (pass_named(of, both_passes),), arrays, family, kv_dtype, **options,
     )  # fmt: skip
     console = Console(highlight=False)
     lines = KernelLines(work)
@@ -449,6 +454,7 @@ def _shapes(
     arrays: tuple[str, ...],
     options: dict[str, Any],
     sequences: int | None,
+    eight: bool = False,
 ) -> tuple[tuple[Shape, Shape, Shape], dict[str, Any]]:
     """Shapes of q, k, v, and of the optional arrays that are to be there."""
     from .shapes import of_arrays
@@ -456,5 +462,7 @@ def _shapes(
     q = _shape("--shape", shape)
     k = q if kv_shape is None else _shape("--kv-shape", kv_shape)
     v = k if v_shape is None else _shape("--v-shape", v_shape)
-    found = of_arrays(arrays, q, k, v, options["layout"], sequences) if arrays or sequences is not None else {}
+    if not arrays and sequences is None:
+        return (q, k, v), {}
+    found = of_arrays(arrays, q, k, v, options["layout"], sequences, eight)
     return (q, k, v), found

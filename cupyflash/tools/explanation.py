@@ -15,6 +15,7 @@ from ..passes import FORWARD, JVP, PASSES, Pass, pass_named
 from ..problem import (
     ARRAY_RULES,
     DESCALES,
+    EIGHT,
     FLOAT8,
     INPUTS,
     ITEMSIZE,
@@ -119,6 +120,7 @@ def explain(
     v: Any = None,
     *,
     dtype: Any = None,
+    kv_dtype: Any = None,
     arch: str | None = None,
     of: str | None = None,
     tangents: Iterable[str] = (),
@@ -134,6 +136,8 @@ def explain(
     dtype : optional
         For shapes: "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", a short name ("bf16") or a dtype of
         NumPy, PyTorch or JAX.
+    kv_dtype : optional
+        For shapes: "float8_e4m3fn" or "int8", of k and v that have 8 bits beside q of 16. Default: `dtype`.
     arch : str, optional
         Plan for this architecture ("sm_80", "sm_90a", ...) instead of the GPU at hand; no GPU is needed then.
     of : "forward", "backward", "jvp", "backward_jvp", optional
@@ -161,10 +165,11 @@ def explain(
     given["seed"] = array
     asked = {name: given[name] for name in complete({}) if name in given}
     descales = {name: given.pop(name, None) for name in DESCALES}
-    of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtype, arch)
+    dtypes = dict.fromkeys("kv", eight_name(kv_dtype)) if kv_dtype is not None else {}
+    of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtypes.get("k", dtype), arch)
     given |= rules.fold_descales(asked, of_q, of_k, descales)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in ARRAY_RULES}}
-    views = {name: as_view(name, x, dtype, arch) for name, x in arrays.items() if x is not None}
+    views = {name: as_view(name, x, dtypes.get(name, dtype), arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
     if what is not FORWARD:
@@ -361,7 +366,7 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         if name not in ARRAY_RULES and float_name(dtype) not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view
-    dtype = dtype_name(dtype)
+    dtype = dtype if name in ("k", "v") and dtype in EIGHT else dtype_name(dtype)
     try:
         shape = tuple(operator.index(n) for n in x)
     except TypeError:
@@ -381,6 +386,17 @@ def dtype_name(dtype: Any) -> str | None:
     name = float_name(dtype)
     if name not in (None, *INPUTS):
         raise TypeError(f"dtype is {dtype!r}; it must be one of {', '.join(INPUTS)}")
+    return name
+
+
+def eight_name(dtype: Any) -> str:
+    """What a dtype of 8 bits, of k and v beside q of 16, is called here; TypeError for others."""
+    name = float_name(dtype) or ""
+    name = name if name in EIGHT else getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    if name not in EIGHT:
+        raise TypeError(
+            f"kv_dtype is {dtype!r}; it must be {' or '.join(EIGHT)}, or left out: k and v have q's dtype then"
+        )
     return name
 
 

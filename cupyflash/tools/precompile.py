@@ -20,8 +20,8 @@ from ..lengths import refuse_pages
 from ..passes import BACKWARD, FORWARD, Pass
 from ..problem import ARRAYS, FLOAT8, OFFSETS, AttentionProblem, View, contiguous
 from ..rules import describe, whole
-from .explanation import dtype_name
-from .shapes import of_lengths, placed
+from .explanation import dtype_name, eight_name
+from .shapes import of_lengths, placed, scales
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 # Queries, keys, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
@@ -56,27 +56,31 @@ def jobs(
     passes: Sequence[Pass] = (FORWARD, BACKWARD),
     arrays: Collection[str] = (),
     family: str | None = None,
+    kv_dtype: str | None = None,
     **options: Any,
 ) -> list[Job]:
     """Every combination of what is given, each source once. head_dims default to the usual ones of each dtype.
 
-    `arrays` names the optional arrays that the kernels take, `options` are those of every call. ValueError for an
-    architecture, head dimension or family that is not known, TypeError for such a dtype.
+    `kv_dtype`: of k and v of 8 bits beside q of 16, of which there is a forward alone. `arrays` names the optional
+    arrays that the kernels take, `options` are those of every call. ValueError for an architecture, head dimension or
+    family that is not known, TypeError for such a dtype.
     """
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, [dtype_name(dtype) or "" for dtype in dtypes]):
         dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
-        only = dtype == FLOAT8 or "page_table" in arrays
+        only = dtype == FLOAT8 or "page_table" in arrays or kv_dtype is not None
         taken = [FORWARD] if only and FORWARD in passes else passes
         for dim, banded, of, sizes in product(dims, causal, taken, (*_SIZES, *_FEW)):
             if of is BACKWARD and sizes in _FEW:
                 continue
             seq_q, seq_k, heads, heads_k = sizes
             shapes = placed(arrays, (1, seq_q, heads, dim), (1, seq_k, heads_k, dim))
-            x, k = (_view(shape, dtype) for shape in shapes)
+            x, k = _view(shapes[0], dtype), _view(shapes[1], dtype if kv_dtype is None else eight_name(kv_dtype))
             ragged = {name: _view(shape, OFFSETS[0]) for name, shape in of_lengths(arrays, *shapes).items()}
             plain = describe(x, k, k, **ragged)
             given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays} | ragged
+            by_row = scales(arrays, shapes[1], shapes[1]) if kv_dtype is not None else {}
+            given |= {name: _view(shape, "float32") for name, shape in by_row.items()}
             problem = describe(x, k, k, causal=banded, **given, **options)
             if of is not FORWARD:
                 refuse_pages(problem, of)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cached import SCALES
 from ..lengths import LENGTHS
 from ..problem import ARRAY_RULES, ARRAYS, AttentionProblem, View, contiguous, to_bshd
 from ..rules import describe, whole
@@ -31,16 +32,22 @@ def of_lengths(
 
 
 def of_arrays(
-    names: Collection[str], q: Shape, k: Shape, v: Shape, layout: str, sequences: int | None = None
+    names: Collection[str], q: Shape, k: Shape, v: Shape, layout: str, sequences: int | None = None, eight: bool = False
 ) -> dict[str, Shape]:
-    """Of the optional arrays of these names, in full."""
+    """Of the optional arrays of these names, in full. `eight`: of k and v of 8 bits beside q of 16, by row."""
     names = frozenset(names)
     ragged = of_lengths(names, q, k, layout, sequences) if names & {*LENGTHS} else {}
     if sequences is not None and not ragged:
         raise ValueError(f"--sequences is {sequences}, but nothing says that sequences are packed: --cu-seqlens-q does")
     views = [_view(x, "float32") for x in (q, k, v)]  # lengths are the same of every dtype
     plain = describe(*views, layout=layout, **{name: _view(x, "int32") for name, x in ragged.items()})
+    ragged |= scales(names, k, v) if eight else {}
     return {row.name: ragged.get(row.name) or whole(row, plain, views[0]).shape for row in ARRAYS if row.name in names}
+
+
+def scales(names: Collection[str], k: Shape, v: Shape) -> dict[str, Shape]:
+    """Of what rows of 8 bits are multiplied by."""
+    return {name: x[:-1] for name, x in zip(SCALES, (k, v)) if name in names}
 
 
 def placed(names: Collection[str], q: Shape, k: Shape) -> tuple[Shape, Shape]:
