@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import optax
+try:
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+    import optax
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install jax equinox optax") from None
 
 from cupyflash.jax import attention
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-from flax import nnx
+try:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install jax flax optax") from None
 
 from cupyflash.integrations.flax import attention_fn
 

@@ -14,8 +14,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.nn.attention.flex_attention import create_block_mask
+try:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install torch") from None
 
 from cupyflash import block_mask, masks
 from cupyflash.torch import attention, flex_attention

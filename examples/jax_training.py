@@ -12,8 +12,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install jax") from None
 
 from cupyflash.jax import attention
 

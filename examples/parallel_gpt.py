@@ -12,10 +12,13 @@ import argparse
 import os
 from typing import Any
 
-import torch
-from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+try:
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install torch") from None
 
 from cupyflash import parallel
 from cupyflash.torch import attention

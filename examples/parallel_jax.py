@@ -15,11 +15,14 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"  # of the CPU
 
-import jax
-import numpy as np
-from jax import numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+try:
+    import jax
+    import numpy as np
+    from jax import numpy as jnp
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install jax") from None
 
 from cupyflash.jax import attention
 from cupyflash.jax import parallel as over_devices

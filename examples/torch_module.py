@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-from torch import Tensor, nn
+try:
+    import torch
+    from torch import Tensor, nn
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install torch") from None
 
 from cupyflash.torch import attention
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-from rich.progress import Progress
+try:
+    import torch
+    from rich.progress import Progress
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install torch rich") from None
 
 from cupyflash.bench.gpt import SIZES, WAYS, Trained, model_flops, train
 

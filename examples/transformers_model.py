@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    raise SystemExit(f"{error}; run pip install torch transformers") from None
 
 from cupyflash.integrations.transformers import register
 

@@ -106,6 +106,15 @@ def test_kernel_regression_on_a_gpu(dtype: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("torch", "jax", "transformers", "flax", "equinox"):
+        monkeypatch.setitem(sys.modules, needed, None)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(SystemExit, match=r"run pip install (torch|jax)"):
+        load(name.removesuffix(".py"))
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.py")))
 def test_help(name: str) -> None:
     command = [sys.executable, FOLDER / name, "--help"]
