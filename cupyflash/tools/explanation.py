@@ -391,9 +391,9 @@ def dtype_name(dtype: Any) -> str | None:
 
 def eight_name(dtype: Any) -> str:
     """What a dtype of 8 bits, of k and v beside q of 16, is called here; TypeError for others."""
-    name = float_name(dtype) or ""
-    name = name if name in EIGHT else getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    if name not in EIGHT:
+    known = (float_name(dtype), getattr(dtype, "__name__", None), str(dtype).removeprefix("torch."))
+    name = next((x for x in known if x in EIGHT), None)
+    if name is None:
         raise TypeError(
             f"kv_dtype is {dtype!r}; it must be {' or '.join(EIGHT)}, or left out: k and v have q's dtype then"
         )

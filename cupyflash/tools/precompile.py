@@ -18,10 +18,10 @@ from ..gpu.programs import program
 from ..gpu.source import generate
 from ..lengths import refuse_pages
 from ..passes import BACKWARD, FORWARD, Pass
-from ..problem import ARRAYS, FLOAT8, OFFSETS, AttentionProblem, View, contiguous
-from ..rules import describe, whole
+from ..problem import ARRAY_RULES, FLOAT8, LAYOUTS, AttentionProblem, View, contiguous
+from ..rules import describe
 from .explanation import dtype_name, eight_name
-from .shapes import of_lengths, placed, scales
+from .shapes import of_arrays, placed
 
 HEAD_DIMS = {"float16": (64, 128, 256), "bfloat16": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 # Queries, keys, heads, and heads of keys: no kernel is compiled for these, but tiles may differ, and who shares them.
@@ -74,13 +74,10 @@ def jobs(
             if of is BACKWARD and sizes in _FEW:
                 continue
             seq_q, seq_k, heads, heads_k = sizes
-            shapes = placed(arrays, (1, seq_q, heads, dim), (1, seq_k, heads_k, dim))
-            x, k = _view(shapes[0], dtype), _view(shapes[1], dtype if kv_dtype is None else eight_name(kv_dtype))
-            ragged = {name: _view(shape, OFFSETS[0]) for name, shape in of_lengths(arrays, *shapes).items()}
-            plain = describe(x, k, k, **ragged)
-            given = {rule.name: whole(rule, plain, x) for rule in ARRAYS if rule.name in arrays} | ragged
-            by_row = scales(arrays, shapes[1], shapes[1]) if kv_dtype is not None else {}
-            given |= {name: _view(shape, "float32") for name, shape in by_row.items()}
+            of_q, of_k = placed(arrays, (1, seq_q, heads, dim), (1, seq_k, heads_k, dim))
+            x, k = _view(of_q, dtype), _view(of_k, dtype if kv_dtype is None else eight_name(kv_dtype))
+            shapes = of_arrays(arrays, of_q, of_k, of_k, LAYOUTS[0], eight=kv_dtype is not None)
+            given = {name: _view(shape, ARRAY_RULES[name].taken(dtype)[0]) for name, shape in shapes.items()}
             problem = describe(x, k, k, causal=banded, **given, **options)
             if of is not FORWARD:
                 refuse_pages(problem, of)

@@ -41,13 +41,8 @@ def of_arrays(
         raise ValueError(f"--sequences is {sequences}, but nothing says that sequences are packed: --cu-seqlens-q does")
     views = [_view(x, "float32") for x in (q, k, v)]  # lengths are the same of every dtype
     plain = describe(*views, layout=layout, **{name: _view(x, "int32") for name, x in ragged.items()})
-    ragged |= scales(names, k, v) if eight else {}
-    return {row.name: ragged.get(row.name) or whole(row, plain, views[0]).shape for row in ARRAYS if row.name in names}
-
-
-def scales(names: Collection[str], k: Shape, v: Shape) -> dict[str, Shape]:
-    """Of what rows of 8 bits are multiplied by."""
-    return {name: x[:-1] for name, x in zip(SCALES, (k, v)) if name in names}
+    known = ragged | ({name: x[:-1] for name, x in zip(SCALES, (k, v))} if eight else {})
+    return {row.name: known.get(row.name) or whole(row, plain, views[0]).shape for row in ARRAYS if row.name in names}
 
 
 def placed(names: Collection[str], q: Shape, k: Shape) -> tuple[Shape, Shape]:
