@@ -119,10 +119,10 @@ def luck_explains(count: int) -> int:
 
 def largest_product(q: np.ndarray, k: np.ndarray) -> float:
     """Of a query and a key."""
-    keys = np.repeat(_finite(k.astype(np.float32)), q.shape[2] // max(1, k.shape[2]), axis=2)
-    rows = _finite(q.astype(np.float32))
-    heads = (np.abs(rows[:, :, h] @ keys[:, :, h].swapaxes(1, 2)) for h in range(q.shape[2]))
-    return max((float(x.max()) for x in heads if x.size), default=0.0)
+    rows, keys = (_finite(x.astype(np.float32)).swapaxes(1, 2) for x in (q, k))
+    heads = range(rows.shape[1])
+    products = (rows[:, h] @ keys[:, h * keys.shape[1] // len(heads)].swapaxes(1, 2) for h in heads)
+    return max((float(np.abs(x).max()) for x in products if x.size), default=0.0)
 
 
 def large_score_units(
@@ -142,8 +142,7 @@ def large_score_units(
     q_max, k_max = (float(np.abs(x.astype(np.float64)).max()) for x in (q, k))
     score = abs(problem.scale) * q_max * k_max * problem.dim**0.5
     # Tensor cores cut off what lies behind a sum, 16 products at a time: where these have one sign, that adds up.
-    cut = abs(problem.scale) * largest_product(q, k) * (1 + problem.dim / 64)
-    score = max(score, cut)
+    score = max(score, abs(problem.scale) * largest_product(q, k) * (1 + problem.dim / 64))
     if bias is not None:
         score += float(np.abs(bias.astype(np.float64)).max())
     if slopes is not None and problem.seq_q and problem.seq_k:
