@@ -75,56 +75,60 @@ def out_of(how: How) -> Callable[[Arrays], Any]:
     return jax.jit(lambda arrays: made(how)(arrays)[0])
 
 
-class Planned(NamedTuple):
-    """What is known of a call once there are shapes."""
-
-    results: list[jax.ShapeDtypeStruct]
-    on_gpu: Any  # what XLA calls back there; None where that cannot be
+def results_of(how: How, arrays: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+    """Check a call; what it gives. Of the arrays shapes and dtypes are asked."""
+    return _results(how, *_shaped(arrays))
 
 
-def planned(how: How, arrays: dict[str, Any]) -> Planned:
-    """Check a call, and plan it. Of the arrays shapes and dtypes are asked."""
-    return _plan(how, *((name, tuple(x.shape), x.dtype) for name, x in sorted(arrays.items())))
+def _shaped(arrays: dict[str, Any]) -> list[tuple[str, tuple[int, ...], Any]]:
+    return [(name, tuple(x.shape), x.dtype) for name, x in sorted(arrays.items())]
+
+
+def _views(how: How, arrays: Sequence[tuple[str, tuple[int, ...], Any]]) -> dict[str, View]:
+    mask = mask_kind(how.option("block_mask"))
+    where = mask.device if mask else ""
+    return {name: View(shape, contiguous(shape), str(dtype), where, "jax") for name, shape, dtype in arrays}
 
 
 @_kept
-def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
-    mask = mask_kind(how.option("block_mask"))
-    where = mask.device if mask else ""
-    views = {name: View(shape, contiguous(shape), str(dtype), where, "jax") for name, shape, dtype in arrays}
-    call = how.call({})
+def _results(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
+    views, call = _views(how, arrays), how.call({})
     moved = views.pop("at", None) is not None
     options = call.options | {"at": (0, 0, 0, 0)} if moved else call.options  # other numbers change no shape
     problem, shapes = rules.state(views, {}, options, how.of)
     results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
     if not how.of.of_gradients:
         results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(views["q"].shape), problem), problem.lse_dtype))
-    results += [jax.ShapeDtypeStruct(views[name].shape, views[name].dtype) for name in how.wrt]
-    if not has_gpu():
-        if how.family is not None:
-            dispatch.refuse_family(how.family, "jax")
-        return Planned(results, None)
-    if where == "cpu":
-        return Planned(results, None)
-    if moved:
+    if how.family is not None and not has_gpu():
+        dispatch.refuse_family(how.family, "jax")
+    return results + [jax.ShapeDtypeStruct(views[name].shape, views[name].dtype) for name in how.wrt]
+
+
+@_kept
+def _callback(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Any:
+    """What XLA calls back on a GPU. Not made for types alone: what `grad` pushes forward is never run, and a family may
+    have no kernels for it."""
+    from .jax_gpu import Callback
+
+    views = _views(how, arrays)
+    if "at" in views:
         raise NotImplementedError(
             "at is traced, but there is a GPU, whose kernels take it as numbers alone; give four integers"
         )
-    from .jax_gpu import Callback
-
-    return Planned(results, Callback(call, views))
+    return Callback(how.call({}), views)
 
 
 def _called(arrays: Arrays, how: How) -> list[jax.Array]:
     """What a call of arrays that are traced gives."""
     arrays = dict(sorted(arrays.items()))  # as they are planned
     mask = mask_kind(how.option("block_mask"))
-    results, callback = planned(how, arrays)
+    results = results_of(how, arrays)
 
     def on_cpu(*xs: jax.Array) -> Any:  # where there is a GPU, too, this is traced, and a family refused when it runs
         return buffer_callback(functools.partial(_on_cpu, how, tuple(arrays)), results)(*xs)
 
     def on_gpu(*xs: jax.Array) -> Any:
+        callback = _callback(how, *_shaped(arrays))
         scratch = jax.ShapeDtypeStruct((callback.scratch,), "uint8")
         # In a command buffer (CUDA graph) XLA calls back once, and then replays what was launched.
         return buffer_callback(callback, [*results, scratch], command_buffer_compatible=callback.plain)(*xs)[:-1]

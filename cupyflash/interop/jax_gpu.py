@@ -75,7 +75,7 @@ class Memory:
 
 
 class Callback:
-    """One call of a pass on arrays like `views`, planned and compiled while JAX traces it."""
+    """One call of a pass on arrays like `views`, planned and compiled while JAX lowers it."""
 
     def __init__(self, call: Call, views: dict[str, View]) -> None:
         self._call = call

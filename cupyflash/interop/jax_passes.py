@@ -29,7 +29,7 @@ from ..call import Arrays
 from ..gradients import Gradients
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ..problem import ARRAYS
-from .jax_call import How, made, planned
+from .jax_call import How, made, results_of
 
 _ad: Any = ad
 _KEPT, _G, _J = ("out", "lse"), ("dout", "dlse"), ("tout", "tlse")
@@ -165,8 +165,8 @@ def _second_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how:
 
 
 def _types(*avals: Any, names: tuple[str, ...], how: How) -> list[Any]:
-    """Those of the results, once the call is checked and planned."""
-    return [_like(avals[0], x.shape, x.dtype) for x in planned(how, dict(zip(names, avals))).results]
+    """Those of the results, once the call is checked."""
+    return [_like(avals[0], x.shape, x.dtype) for x in results_of(how, dict(zip(names, avals)))]
 
 
 def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
