@@ -53,11 +53,28 @@ def test_every_library_has_both_passes():
 
 
 def measured(monkeypatch, library, direction):
-    """A row of the suite, of tensors on the CPU."""
+    """A row of the suite, of tensors on the CPU; of what is timed, each gives what the row's pass gives."""
     (problem,) = (p for p in host.problems(Options()) if (p["library"], p["pass"]) == (library, direction))
     monkeypatch.setattr(host, "case_of", lambda problem: suite.case_of({**problem, **SMALL}, "cpu"))
     monkeypatch.setattr(host, "_synchronize", lambda: None)
+    sample = timing.host_sampler if library != "jax, added" else timing.wall_sampler
+
+    def sampler(candidates, *more):
+        for name, candidate in candidates.items():
+            results = candidate.call()
+            results = results if isinstance(results, tuple | list) else (results,)
+            assert len(results) == (1 if direction == "forward" else 3), name
+        return sample(candidates, *more)
+
+    monkeypatch.setattr(host, sample.__name__, sampler)
     return host.measure(problem, Options(rounds=1, quick=True, min_ms=2))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_what_is_timed_is_the_pass_of_the_row(monkeypatch, jax, library, direction):
+    monkeypatch.setattr(jitted, "require_gpu", lambda: None)
+    assert "ours" in measured(monkeypatch, library, direction)[0]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

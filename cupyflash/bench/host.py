@@ -41,7 +41,7 @@ def measure(problem: Problem, options: Options) -> Measured:
     notes: dict[str, str] = {}
     for name, prepare in _prepares(problem, options.family).items():
         try:
-            candidates[name] = prepare(case, problem["pass"] != "forward")
+            candidates[name] = prepare(case, FORWARD if problem["pass"] == "forward" else BACKWARD)
             candidates[name].call()
         except Exception as failure:  # noqa: BLE001 - as in compare; what these compute, the other suites check
             candidates.pop(name, None)
