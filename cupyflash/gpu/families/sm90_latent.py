@@ -1,0 +1,73 @@
+"""The plan of latent attention on Hopper: V is the first 512 columns of K, which stands in shared memory once
+(kernels_cu/sm90/latent.cu)."""
+
+from __future__ import annotations
+
+import math
+
+from ...passes import FORWARD
+from ...problem import AttentionProblem
+from ..device import Arch
+from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, scored
+from ..measured import number
+from . import shares
+from .likely import as_dense
+from .sm90_memory import common, dots, paired
+
+ROWS, KEYS = 64, 64
+DIM, DIM_V = 576, 512
+LONG_KEYS = 64 * 1024  # more keys than that, of one sequence, are dealt out more finely
+# Q, two tiles of K, P, two numbers a row, barriers
+MEMORY = 2 * (ROWS * DIM + 2 * KEYS * DIM + ROWS * KEYS) + 2 * 4 * ROWS + 128
+VISIT_SECONDS = number("sm90_latent.visit")
+
+
+def objection(problem: AttentionProblem, arch: Arch) -> str | None:
+    """Why a problem of latent attention is left to the forward of all others; None where it is not."""
+    if problem.latent != DIM_V or not DIM_V < problem.dim <= DIM:
+        return f"latent.cu is for {DIM_V} columns of {DIM}, not {problem.latent} of {problem.dim}"
+    others = [x.name for x in problem.given if x.name in ("key_mask", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k")]
+    if others or paired(problem) or scored(problem) or problem.block_mask is not None or problem.dropout:
+        return "latent.cu takes causal, window, sinks, caches and pages alone"
+    if problem.widened or problem.seq_q * problem.group < 1 or arch.shared_memory < MEMORY:
+        return "latent.cu writes 16 bits, from Hopper's shared memory"
+    return None
+
+
+def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
+    likely = as_dense(problem)
+    pack = pack_of(problem)
+    span = ROWS // pack  # queries of each of `pack` heads
+    tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
+    if tiles >= 2**30:
+        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
+    visit = shares.Visit(VISIT_SECONDS)
+    parts = shares.shares(likely, shares.Tiles(tiles, span, KEYS, 1, visit), arch.sms).number
+    share_tiles = 0
+    if problem.seq_q <= span:
+        share_tiles, parts = shares.by_length(problem, likely, KEYS, parts)
+    grid = min(tiles * parts, arch.sms)
+    banded = problem.left is not None or problem.right is not None
+    alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
+    dynamic = not alike and tiles * parts > grid
+    key_box = KEYS if problem.page is None else math.gcd(problem.page, KEYS)
+    constants = (
+        ("DIM", DIM), ("DIM_V", DIM_V), dots(problem)[0], ("WARPGROUPS", 1), ("KEYS", KEYS), ("KEY_BOX", key_box),
+        ("SHARE_TILES", share_tiles), ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", 1),
+        ("SHARED_MEMORY", MEMORY), *features(problem),
+    )  # fmt: skip
+    launch = Launch("attention_forward", grid, 384, MEMORY)
+    spaces = (Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, DIM_V))
+    return KernelPlan(
+        **common(problem, arch, FORWARD) | {"source": "sm90/latent.cu"},
+        constants=constants,
+        launches=(launch, *shares.combine(problem, parts)),
+        workspace=spaces,
+        maps=(Box("q", span, pack), Box("k", key_box)),
+        scalars=(("shares", parts),),
+    )
+
+
+def pack_of(problem: AttentionProblem) -> int:
+    """Of how many heads that share K a tile has rows."""
+    return max(1, ROWS >> max(0, problem.seq_q - 1).bit_length())
