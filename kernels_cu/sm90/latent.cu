@@ -262,74 +262,80 @@ struct Consumer {
         changed(o);
     }
 
-    // The first warpgroup's walk: it computes every other tile from the first on, and takes the ones between.
+    // Of a walk of `count` tiles the first warpgroup computes every other one from the first on, and takes those
+    // between. (No product is under way where ways part or meet: the compiler would wait for it.)
     __device__ void visit_even(int count) {
+        if (count == 0) return;
+        Scores scores;
+        start_scores(scores, 0);
+        wgmma_wait<0>();
+        changed(scores);
         int step = walk.start();
-        for (unsigned n = 0; n < count; n += 2, step = walk.next(walk.next(step))) {
-            Scores scores;
-            start_scores(scores, n);
-            if (n > 0) {
-                wgmma_wait<1>();
-                changed(o);
-                done_with(n - 1);
-            }
-            wgmma_wait<0>();
-            changed(scores);
+        unsigned n = 0;
+        auto own = [&] {
             float shrink[1][2];
             if (take(scores, step, shrink)) softmax.scale_rows(o, shrink);
             clear_keys(n, step);
             hand_over(scores, shrink);
             probabilities.template take<0, KEYS>(scores);
             add_own(n);
-            if (n + 1 < count) {
-                wait_for_other();
-                added();
-                done_with(n);
-                receive();
-                add_others(n + 1);
-            }
-        }
-        if (count > 0) {
+        };
+        for (; n + 2 < count; n += 2) {
+            own();
+            wait_for_other();
             added();
-            done_with(count - 1);
+            done_with(n);
+            receive();
+            add_others(n + 1);
+            start_scores(scores, n + 2);
+            wgmma_wait<1>();
+            changed(o);
+            done_with(n + 1);
+            wgmma_wait<0>();
+            changed(scores);
+            step = walk.next(walk.next(step));
         }
+        own();
+        added();
+        done_with(n);
+        if (n + 1 == count) return;
+        wait_for_other();
+        receive();
+        add_others(n + 1);
+        added();
+        done_with(n + 1);
     }
 
-    // The second one's. (Its tile comes to the place of the one before, whose product is to be over.)
+    // The second one the others. (Its tile comes to the place of the one before, whose product is to be over.)
     __device__ void visit_odd(int count) {
         int step = walk.next(walk.start());
-        for (unsigned n = 0; n < count; n += 2, step = walk.next(walk.next(step))) {
-            if (n > 0) {
-                added();
-                done_with(n - 1);
-            }
-            if (n + 1 < count) {
-                Scores scores;
-                start_scores(scores, n + 1);
-                wait_for_other();
-                receive();
-                add_others(n);
-                wgmma_wait<1>();
-                changed(scores);
-                float shrink[1][2];
-                bool grown = take(scores, step, shrink);
-                clear_keys(n + 1, step);
-                added();
-                done_with(n);
-                if (grown) softmax.scale_rows(o, shrink);
-                hand_over(scores, shrink);
-                probabilities.template take<0, KEYS>(scores);
-                add_own(n + 1);
-            } else {
-                wait_for_other();
-                receive();
-                add_others(n);
-            }
-        }
-        if (count > 0) {
+        unsigned n = 0;
+        for (; n + 1 < count; n += 2, step = walk.next(walk.next(step))) {
+            Scores scores;
+            start_scores(scores, n + 1);
+            wait_for_other();
+            receive();
+            add_others(n);
+            wgmma_wait<1>();
+            changed(scores);
+            float shrink[1][2];
+            bool grown = take(scores, step, shrink);
             added();
-            done_with(count - 1);
+            done_with(n);
+            if (grown) softmax.scale_rows(o, shrink);
+            clear_keys(n + 1, step);
+            hand_over(scores, shrink);
+            probabilities.template take<0, KEYS>(scores);
+            add_own(n + 1);
+            added();
+            done_with(n + 1);
         }
+        if (n == count) return;
+        wait_for_other();
+        receive();
+        add_others(n);
+        added();
+        done_with(n);
     }
 
     // Sums of rows over all tiles; then lse, and what O is to be multiplied by.
