@@ -62,8 +62,10 @@ def exact(of: Sequences, n: int, problem: Any, sinks: np.ndarray | None) -> tupl
     if problem.left is not None:
         hidden |= at < -problem.left
     s = np.where(hidden, -np.inf, s)
-    beside = np.full((s.shape[0], s.shape[1], 1), -np.inf) if sinks is None else sinks[:, None, None] + np.zeros_like(
-        s[..., :1], shape=(*s.shape[:2], 1)
+    beside = (
+        np.full((s.shape[0], s.shape[1], 1), -np.inf)
+        if sinks is None
+        else sinks[:, None, None] + np.zeros_like(s[..., :1], shape=(*s.shape[:2], 1))
     )
     both = np.concatenate([s, beside], -1)
     top = both.max(-1, keepdims=True)

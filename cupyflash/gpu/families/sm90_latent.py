@@ -26,7 +26,9 @@ def objection(problem: AttentionProblem, arch: Arch) -> str | None:
     """Why a problem of latent attention is left to the forward of all others; None where it is not."""
     if problem.latent != DIM_V or not DIM_V < problem.dim <= DIM:
         return f"latent.cu is for {DIM_V} columns of {DIM}, not {problem.latent} of {problem.dim}"
-    others = [x.name for x in problem.given if x.name in ("key_mask", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k")]
+    others = [
+        x.name for x in problem.given if x.name in ("key_mask", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k")
+    ]
     if others or paired(problem) or scored(problem) or problem.block_mask is not None or problem.dropout:
         return "latent.cu takes causal, window, sinks, caches and pages alone"
     if problem.widened or problem.seq_q * problem.group < 1 or arch.shared_memory < MEMORY:
