@@ -118,16 +118,22 @@ def test_maxima_that_grow(rng: np.random.Generator) -> None:
     check(of, {"scale": 0.2})
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_keys_in_shares(rows: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many of each sequence; by its own length."""
-    of = drawn(rng, rows, [300, 3, 500, 0], (8, 1), k="paged", page=32)
-    sinks = rng.standard_normal(8).astype("f4")
+@pytest.mark.parametrize("k", ["dense", "cache"])
+def test_keys_in_shares(k: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of each sequence, of which some are empty."""
     monkeypatch.setattr(shares, "shares", lambda *_: Dealt(3, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(shares, "by_length", lambda *_: (0, 3))
-        kernels = check(of, {"causal": True}, sinks)
-        assert dict(kernels.constants)["SHARES"] and not dict(kernels.constants)["SHARE_TILES"]
-    monkeypatch.setattr(shares, "FEW_TILES", 1)
-    kernels = check(of, {"causal": True}, sinks)
+    of = drawn(rng, 2, [300], (8, 1), k=k) if k == "cache" else drawn(rng, 2, [300, 300], (8, 1), k=k)
+    kernels = check(of, {"causal": True}, rng.standard_normal(8).astype("f4"))
+    assert dict(kernels.constants)["SHARES"] and not dict(kernels.constants)["SHARE_TILES"]
+
+
+@pytest.mark.parametrize("keys", [[300, 3, 500, 0], [64, 900, 100], [200, 190, 180, 170]], ids=str)
+@pytest.mark.parametrize("heads", [8, 80])
+def test_keys_in_shares_by_length(
+    keys: list[int], heads: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut is what is longer than what each of the two blocks has to do; what is not has no parts to be put together."""
+    monkeypatch.setattr(sm90_latent, "LEAST_TILES", 1)
+    of = drawn(rng, 1 if heads > 64 else 3, keys, (heads, 1), k="paged", page=32)
+    kernels = check(of, {"causal": True}, rng.standard_normal(heads).astype("f4"))
     assert dict(kernels.constants)["SHARE_TILES"] == 1

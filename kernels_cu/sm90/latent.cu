@@ -9,18 +9,18 @@
 // done with them. (The order is FlashMLA's, of DeepSeek.)
 #include "attention/dead_rows.cuh"
 #include "attention/mask.cuh"
-#include "attention/shares.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/forward_schedule.cuh"
+#include "sm90/latent_shares.cuh"
 #include "tile/rows.cuh"
 
 static_assert(ROWS == 64 && KEYS == 64 && V_PARTS == 1 && !(PACKED_Q || BATCH_INVARIANT || DROPOUT || KEY_MASK));
 
-constexpr int HALF = DIM_V / 2;                    // columns of O of a warpgroup
-constexpr int REST = DIM - DIM_V;                  // columns of K that are none of V
+constexpr int HALF = DIM_V / 2;    // columns of O of a warpgroup
+constexpr int REST = DIM - DIM_V;  // columns of K that are none of V
 constexpr int LATENT_THREADS = 3 * 128;
 // Of a thread that loads, and of one that computes.
 constexpr int LOADER_REGISTERS = PAGED ? 56 : 40, LATENT_REGISTERS = PAGED ? 224 : 232;
@@ -76,20 +76,21 @@ struct Shared {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
     }
 
-    __device__ void tell(const Tile& tile) const {
+    __device__ void tell(const Tile& tile, int shares) const {
         store_shared(note(), tile.head.batch);
         store_shared(note() + 4, tile.head.q);
         store_shared(note() + 8, tile.queries.begin);
-        store_shared(note() + 12, tile.share);
+        store_shared(note() + 12, tile.share | shares << 16);
     }
     __device__ void tell_end() const { store_shared(note(), unsigned(-1)); }
-    __device__ bool told(const Params& p, Tile& tile) const {
+    __device__ bool told(const Params& p, Tile& tile, int& shares) const {
         uint4 x = load_shared_16(note());
         auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
         int batch = all(x.x), row = all(x.z);
         if (batch == -1) return false;
         Head head = Head::of_q(p, batch, all(x.y));
-        tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}, all(x.w)};
+        tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}, all(x.w) & 0xffff};
+        shares = all(x.w) >> 16;
         return true;
     }
 };
@@ -98,7 +99,9 @@ struct Shared {
 __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
-    SharesInTurn shares(p, schedule);
+    SharesInTurn in_turn(p, schedule);
+    ShareSize size(p);
+    in_turn.shares.size = size.tiles;
     KeyPlace places;
     bool dynamic = p.counters != nullptr;
     unsigned loaded = 0, tiles = 0;  // tiles of K, and of Q, so far
@@ -122,15 +125,16 @@ __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
     };
     auto wait_q = [&] { mbarrier_wait(s.q_empty(), tiles % 2 ^ 1); };
     int total = schedule.total(), number = blockIdx.x;
-    while (BY_LENGTH ? shares.has(number) : number < total) {
-        Tile tile = BY_LENGTH ? shares.tile() : schedule.tile(number);
-        TileWalk walk = walk_of(p, tile);
+    while (BY_LENGTH ? in_turn.has(number) : number < total) {
+        Tile tile = BY_LENGTH ? in_turn.tile() : schedule.tile(number);
+        int shares = size.shares(p, tile.head);
+        TileWalk walk = share_of(p, tile, shares);
         int step = walk.start();
         bool any = walk.has(step);
         if (any) load_k(tile, walk.tile(step));
         if (leads()) {
             wait_q();
-            s.tell(tile);
+            s.tell(tile, shares);
             mbarrier_arrive_expect(s.q_full(), LatentQ::BYTES);
             s.q().load(maps.q, s.q_full(), tile.head.at_query(p, tile.queries.begin));
         }
@@ -145,7 +149,7 @@ __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
         number = gridDim.x + ticket;
     }
     // (How many there are is known when there are no more: who took the last ticket comes here with it.)
-    if (BY_LENGTH && dynamic && leads()) tickets.settle(number - int(gridDim.x), shares.total() - 1);
+    if (BY_LENGTH && dynamic && leads()) tickets.settle(number - int(gridDim.x), in_turn.total() - 1);
     if (leads()) {
         wait_q();
         s.tell_end();
@@ -163,6 +167,7 @@ struct Consumer {
     int half, warp_row;
 
     Tile tile{};
+    int shares = 1;  // of its keys; of one O and lse are the results
     TileWalk walk;
     OnlineSoftmax<1> softmax;  // the maxima are common, the sums of the warpgroup's own tiles
     Accumulator<1, HALF / 8> o;
@@ -354,11 +359,10 @@ struct Consumer {
         Pairs pairs(p, tile.head);
         Rows at = placement();
         softmax.close(pairs.unit(), 1, [&](int r) -> float {
-            if constexpr (SHARES) return MINUS_INFINITY;  // it is added once, to all shares
-            return pairs.sink(at(r, 0).head);
+            return cut() ? MINUS_INFINITY : pairs.sink(at(r, 0).head);  // (to all shares it is added once)
         });
         float* lse = p.lse;
-        if constexpr (SHARES) lse = p.share_lse + share_row(p, tile.share, 0);
+        if (cut()) lse = p.share_lse + share_row(p, tile.share, 0);
         if (lse != nullptr && half == 0 && threadIdx.x % 4 == 0) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -367,16 +371,15 @@ struct Consumer {
             }
         }
     }
-    __device__ bool real(const Pair& x) const {
-        return x.head - tile.head.q < heads() && x.i < tile.head.queries(p);
-    }
+    __device__ bool cut() const { return SHARES && shares > 1; }
+    __device__ bool real(const Pair& x) const { return x.head - tile.head.q < heads() && x.i < tile.head.queries(p); }
     __device__ long long row_number(const Pair& x) const { return tile.head.other(x.head).row_number(p, x.i); }
 
     __device__ void store() {
         softmax.scale_rows(o, softmax.sum);
         Rows at = placement();
         int column = half * HALF;
-        if constexpr (SHARES) {
+        if (cut()) {
             store_float_rows(o, true, HALF, [&](int row) -> float* {
                 Pair x = at(row, 0);
                 return real(x) ? p.share_out + share_row(p, tile.share, row_number(x)) * DIM_V + column : nullptr;
@@ -400,8 +403,8 @@ struct Consumer {
     __device__ void run() {
         for (unsigned tiles = 0;; tiles++) {
             mbarrier_wait(s.q_full(), tiles % 2);
-            if (!s.told(p, tile)) return;
-            walk = walk_of(p, tile);
+            if (!s.told(p, tile, shares)) return;
+            walk = share_of(p, tile, shares);
             int count = walk.count();
             softmax = OnlineSoftmax<1>(Pairs(p, tile.head).factor());
             o.clear();
@@ -418,8 +421,8 @@ struct Consumer {
 };
 
 // Launched where keys are dealt out in shares.
-extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
-    combine_all_shares<DIM_V>(p, [&](const Head& head) { return shares_of(p, head); });
+extern "C" __global__ void __launch_bounds__(COMBINERS) attention_combine(const __grid_constant__ Params p) {
+    if constexpr (SHARES) combine_row(p, blockIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)

@@ -8,15 +8,16 @@ import math
 from ...passes import FORWARD
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, scored
+from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, query_numbers, scored
 from ..measured import number
 from . import shares
 from .likely import as_dense
 from .sm90_memory import common, dots, paired
 
 ROWS, KEYS = 64, 64
+COMBINERS = 512  # threads of a block that makes one row of shares
 DIM, DIM_V = 576, 512
-LONG_KEYS = 64 * 1024  # more keys than that, of one sequence, are dealt out more finely
+LEAST_TILES, MOST_LEFT = 8, 1 << 26  # key tiles of a share, at least; bytes that shares leave in memory, at most
 # Q, two tiles of K, P, two numbers a row, barriers
 MEMORY = 2 * (ROWS * DIM + 2 * KEYS * DIM + ROWS * KEYS) + 2 * 4 * ROWS + 128
 VISIT_SECONDS = number("sm90_latent.visit")
@@ -43,11 +44,17 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
-    visit = shares.Visit(VISIT_SECONDS)
-    parts = shares.shares(likely, shares.Tiles(tiles, span, KEYS, 1, visit), arch.sms).number
-    share_tiles = 0
-    if problem.seq_q <= span:
-        share_tiles, parts = shares.by_length(problem, likely, KEYS, parts)
+    share_tiles, wide = 0, tiles // max(1, problem.batch)
+    if problem.has("seqlens_k") and problem.batch > 1 and problem.seq_q <= span and problem.left is None:
+        # By the lengths that there are; as few as leave no more than that in memory.
+        share_tiles, most = LEAST_TILES, ceil(problem.seq_k, KEYS)
+        while ceil(most, share_tiles) * left(problem) > MOST_LEFT and share_tiles < most:
+            share_tiles *= 2
+        parts = ceil(most, share_tiles)
+    else:
+        visit = shares.Visit(VISIT_SECONDS)
+        parts = shares.shares(likely, shares.Tiles(tiles, span, KEYS, 1, visit), arch.sms).number
+    share_tiles *= parts > 1
     grid = min(tiles * parts, arch.sms)
     banded = problem.left is not None or problem.right is not None
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
@@ -59,15 +66,21 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
         ("SHARED_MEMORY", MEMORY), *features(problem),
     )  # fmt: skip
     launch = Launch("attention_forward", grid, 384, MEMORY)
+    combine = (Launch("attention_combine", math.prod(query_numbers(problem)), COMBINERS),)
     spaces = (Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, DIM_V))
     return KernelPlan(
         **common(problem, arch, FORWARD) | {"source": "sm90/latent.cu"},
         constants=constants,
-        launches=(launch, *shares.combine(problem, parts)),
+        launches=(launch, *combine) if parts > 1 else (launch,),
         workspace=spaces,
         maps=(Box("q", span, pack), Box("k", key_box)),
-        scalars=(("shares", parts),),
+        scalars=(("shares", parts), ("wide", wide), ("processors", arch.sms)),
     )
+
+
+def left(problem: AttentionProblem) -> int:
+    """Bytes of a share's results."""
+    return 4 * math.prod(query_numbers(problem)) * DIM_V
 
 
 def pack_of(problem: AttentionProblem) -> int:
