@@ -95,7 +95,7 @@ struct Shared {
     }
 };
 
-// The producer, LOADERS threads.
+// The producer, a warp: its first thread waits and asks, and one that is elected asks for boxes (ptx/tma.cuh).
 __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
@@ -103,22 +103,28 @@ __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
     ShareSize size(p);
     in_turn.shares.size = size.tiles;
     KeyPlace places;
-    bool dynamic = p.counters != nullptr;
+    bool dynamic = p.counters != nullptr, first = threadIdx.x == 0;
     unsigned loaded = 0, tiles = 0;  // tiles of K, and of Q, so far
     auto load_half = [&](const Tile& tile, int key, int half) {
         constexpr int BYTES = LatentV::BYTES;
-        if (leads()) {
+        if (first) {
             s.wait_empty(loaded, half);
-            mbarrier_arrive_expect(s.full(loaded, half), half == 0 ? BYTES + LatentK::BYTES - 2 * BYTES : BYTES);
+            mbarrier_arrive_expect(s.full(loaded, half), half == 0 ? LatentK::BYTES - BYTES : BYTES);
         }
         auto fill = [&](auto to, int column) {
-            places.load(p, to, maps.k, s.full(loaded, half), key, tile.head, column);
+            unsigned barrier = s.full(loaded, half);
+            if constexpr (PAGED) {
+                places.load(p, to, maps.k, barrier, key, tile.head, column);
+            } else {
+                __syncwarp();  // the first thread has waited for all
+                if (elected()) to.load(maps.k, barrier, tile.head.at_key(p, key, column));
+            }
         };
         fill(s.v(loaded, half), half * HALF);
         if (half == 0) fill(SwizzledTile<KEYS, REST>{s.v(loaded, 2).base}, DIM_V);
     };
     auto load_k = [&](const Tile& tile, int tile_k) {
-        places.look_up(p, tile.head, tile_k * KEYS);
+        places.look_up(p, tile.head, tile_k * KEYS);  // (while the place is waited for)
         load_half(tile, tile_k * KEYS, 0);
         load_half(tile, tile_k * KEYS, 1);
         loaded++;
@@ -132,25 +138,25 @@ __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
         int step = walk.start();
         bool any = walk.has(step);
         if (any) load_k(tile, walk.tile(step));
-        if (leads()) {
+        if (first) {
             wait_q();
             s.tell(tile, shares);
             mbarrier_arrive_expect(s.q_full(), LatentQ::BYTES);
-            s.q().load(maps.q, s.q_full(), tile.head.at_query(p, tile.queries.begin));
         }
+        __syncwarp();
+        if (elected()) s.q().load(maps.q, s.q_full(), tile.head.at_query(p, tile.queries.begin));
         tiles++;
         for (; any && walk.after(step) > 0; step = walk.next(step)) load_k(tile, walk.tile(walk.next(step)));
         int ticket = number;
         if (dynamic) {
-            ticket = leads() ? tickets.take(number < gridDim.x) : 0;
-            if (LOADERS > 1) ticket = __shfl_sync(~0u, ticket, 0);
-            if (!BY_LENGTH && leads()) tickets.settle(ticket, total - 1);
+            ticket = __shfl_sync(~0u, first ? tickets.take(number < gridDim.x) : 0, 0);
+            if (!BY_LENGTH && first) tickets.settle(ticket, total - 1);
         }
         number = gridDim.x + ticket;
     }
     // (How many there are is known when there are no more: who took the last ticket comes here with it.)
-    if (BY_LENGTH && dynamic && leads()) tickets.settle(number - int(gridDim.x), in_turn.total() - 1);
-    if (leads()) {
+    if (BY_LENGTH && dynamic && first) tickets.settle(number - int(gridDim.x), in_turn.total() - 1);
+    if (first) {
         wait_q();
         s.tell_end();
         mbarrier_arrive(s.q_full());
@@ -268,47 +274,30 @@ struct Consumer {
     }
 
     // Of a walk of `count` tiles the first warpgroup computes every other one from the first on, and takes those
-    // between. (No product is under way where ways part or meet: the compiler would wait for it.)
+    // between. (No product is under way where ways part or meet: the compiler would wait for it. And each tile is given
+    // back before anything is waited for, so that the next one is on its way.)
     __device__ void visit_even(int count) {
-        if (count == 0) return;
-        Scores scores;
-        start_scores(scores, 0);
-        wgmma_wait<0>();
-        changed(scores);
         int step = walk.start();
-        unsigned n = 0;
-        auto own = [&] {
+        for (unsigned n = 0; n < count; n += 2, step = walk.next(walk.next(step))) {
+            Scores scores;
+            start_scores(scores, n);
+            wgmma_wait<0>();
+            changed(scores);
             float shrink[1][2];
             if (take(scores, step, shrink)) softmax.scale_rows(o, shrink);
             clear_keys(n, step);
             hand_over(scores, shrink);
             probabilities.template take<0, KEYS>(scores);
             add_own(n);
-        };
-        for (; n + 2 < count; n += 2) {
-            own();
-            wait_for_other();
             added();
             done_with(n);
+            if (n + 1 == count) return;
+            wait_for_other();
             receive();
             add_others(n + 1);
-            start_scores(scores, n + 2);
-            wgmma_wait<1>();
-            changed(o);
+            added();
             done_with(n + 1);
-            wgmma_wait<0>();
-            changed(scores);
-            step = walk.next(walk.next(step));
         }
-        own();
-        added();
-        done_with(n);
-        if (n + 1 == count) return;
-        wait_for_other();
-        receive();
-        add_others(n + 1);
-        added();
-        done_with(n + 1);
     }
 
     // The second one the others. (Its tile comes to the place of the one before, whose product is to be over.)
@@ -439,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (warpgroup == -1) {
         shrink_registers<LOADER_REGISTERS>();
-        if (threadIdx.x < LOADERS) load(p, maps, s);
+        if (threadIdx.x < 32) load(p, maps, s);
     } else {
         grow_registers<LATENT_REGISTERS>();
         Consumer(p, s, warpgroup).run();
