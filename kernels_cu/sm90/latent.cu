@@ -1,12 +1,12 @@
 // The Hopper forward of latent attention: V is the first columns of K, so that a tile of keys stands in shared memory
 // once, and O of 64 rows and 512 columns takes the registers of two warpgroups.
 //
-// Both have the same rows, those of heads that share K, and half of the columns of O each. Key tiles are shared out in
+// Both have the same rows, those of heads that share K, and half of the columns of O each. Key tiles are dealt out in
 // turn: warpgroup 0 computes S = Q K^T and its softmax of the first, third, ... tile of a walk, warpgroup 1 of the
-// others, and both multiply every P with their half of V. What one computes it keeps in registers and hands to the other
-// through shared memory, with the rows' maxima, which are common. So under the softmax of one the tensor cores have
-// products of the other. The first warpgroup of the block loads: halves of V are free as soon as their own warpgroup is
-// done with them. (The order is FlashMLA's, of DeepSeek.)
+// others, and both multiply every P with their half of V. What one computes it keeps in registers and hands to the
+// other through shared memory, with the rows' maxima, which are common. So under the softmax of one the tensor cores
+// have products of the other. A third warpgroup loads: halves of V are free as soon as their own warpgroup is done with
+// them. (The order is that of DeepSeek's FlashMLA.)
 #include "attention/dead_rows.cuh"
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
