@@ -376,16 +376,10 @@ struct Consumer {
         } else {
             const Strides& to = p.out_strides;
             Out* out = tile.head.query_row(p.out, to) + column;
-            auto target = [&](int row) -> Out* {
+            store_rows(o, to.head % 8 == 0 && aligned(out, to.row, HALF), HALF, [&](int row) -> Out* {
                 Pair x = at(row, 0);
                 return real(x) ? out + (x.head - tile.head.q) * to.head + x.i * to.row : nullptr;
-            };
-            if constexpr (FROM_REGISTERS) {
-                bool pairs = to.row % 2 == 0 && to.head % 2 == 0 && (unsigned long long)out % 8 == 0;
-                store_float_rows(o, pairs, HALF, target);
-            } else {
-                store_rows(o, to.head % 8 == 0 && aligned(out, to.row, HALF), HALF, target);
-            }
+            });
         }
     }
 

@@ -12,7 +12,7 @@ from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, qu
 from ..measured import number
 from . import shares
 from .likely import as_dense
-from .sm90_memory import common, dots, paired
+from .sm90_memory import common, dots
 
 ROWS, KEYS = 64, 64
 COMBINERS = 512  # threads of a block that makes one row of shares
@@ -20,21 +20,18 @@ DIM, DIM_V = 576, 512
 LEAST_TILES, MOST_LEFT = 8, 1 << 26  # key tiles of a share, at least; bytes that shares leave in memory, at most
 # Q, two tiles of K, P, two numbers a row, barriers
 MEMORY = 2 * (ROWS * DIM + 2 * KEYS * DIM + ROWS * KEYS) + 2 * 4 * ROWS + 128
+TAKEN = ("sinks", "seqlens_k", "page_table")  # arrays
 VISIT_SECONDS = number("sm90_latent.visit")
 
 
 def objection(problem: AttentionProblem, arch: Arch) -> str | None:
-    """Why a problem of latent attention is left to the forward of all others; None where it is not."""
+    """Why latent attention is left to the kernel that reads V by itself (sm90_forward.py); None where it is not."""
     if problem.latent != DIM_V or not DIM_V < problem.dim <= DIM:
-        return f"latent.cu is for {DIM_V} columns of {DIM}, not {problem.latent} of {problem.dim}"
-    others = [
-        x.name for x in problem.given if x.name in ("key_mask", "alibi_slopes", "seed", "cu_seqlens_q", "cu_seqlens_k")
-    ]
-    if others or paired(problem) or scored(problem) or problem.block_mask is not None or problem.dropout:
-        return "latent.cu takes causal, window, sinks, caches and pages alone"
-    if problem.widened or problem.seq_q * problem.group < 1 or arch.shared_memory < MEMORY:
-        return "latent.cu writes 16 bits, from Hopper's shared memory"
-    return None
+        return f"has {problem.latent} of {problem.dim} columns, and not {DIM_V} of up to {DIM}"
+    others = [x.name for x in problem.given if x.name not in TAKEN]
+    if others or scored(problem) or problem.block_mask is not None or problem.dropout or problem.widened:
+        return "has more than causal, window, sinks, caches and pages, or a result of float32"
+    return None if MEMORY <= arch.shared_memory else f"needs {MEMORY} bytes of shared memory"
 
 
 def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
