@@ -128,12 +128,13 @@ def test_keys_in_shares(k: str, rng: np.random.Generator, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("keys", [[300, 3, 500, 0], [64, 900, 100], [200, 190, 180, 170]], ids=str)
-@pytest.mark.parametrize("heads", [8, 80])
+@pytest.mark.parametrize(("heads", "few"), [(8, 2048), (8, 0), (80, 2048)])
 def test_keys_in_shares_by_length(
-    keys: list[int], heads: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    keys: list[int], heads: int, few: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut is what is longer than what each of the two blocks has to do; what is not has no parts to be put together."""
     monkeypatch.setattr(sm90_latent, "LEAST_TILES", 1)
+    monkeypatch.setattr(sm90_latent, "FEW_ROWS", few)
     of = drawn(rng, 1 if heads > 64 else 3, keys, (heads, 1), k="paged", page=32)
     kernels = check(of, {"causal": True}, rng.standard_normal(heads).astype("f4"))
     assert dict(kernels.constants)["SHARE_TILES"] == 1

@@ -405,7 +405,10 @@ struct Consumer {
 
 // Launched where keys are dealt out in shares.
 extern "C" __global__ void __launch_bounds__(COMBINERS) attention_combine(const __grid_constant__ Params p) {
-    if constexpr (SHARES) combine_row(p, blockIdx.x);
+    if constexpr (SHARES && BY_BLOCKS)
+        combine_by_block(p, blockIdx.x);
+    else if constexpr (SHARES)
+        combine_by_warp(p, blockIdx.x * 4ll + threadIdx.x / 32);
 }
 
 extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)

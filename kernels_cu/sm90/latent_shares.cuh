@@ -12,7 +12,8 @@ struct ShareSize {
 
     __device__ ShareSize(const Params& p) {
         if constexpr (!BY_LENGTH) return;
-        int sum = 0, longest = 0;
+        float sum = 0;
+        int longest = 0;
         for (int n = threadIdx.x % 32; n < p.batch; n += 32) {
             int own = tiles_in(Head::of(p, n, 0, 0).keys(p), KEYS);
             sum += own;
@@ -23,7 +24,7 @@ struct ShareSize {
             sum += __shfl_xor_sync(~0u, sum, step);
             longest = max(longest, __shfl_xor_sync(~0u, longest, step));
         }
-        int each = tiles_in(sum * p.wide, p.processors);
+        int each = int(fminf(sum * p.wide / p.processors, 1 << 24)) + 1;
         tiles = max(longest <= each + each / 8 ? longest : tiles_in(each, 2), SHARE_TILES);
     }
 
@@ -39,16 +40,24 @@ __device__ inline TileWalk share_of(const Params& p, const Tile& tile, int share
     return SHARES ? walk.share(tile.share, shares) : walk;
 }
 
-// One row of what shares have left, by a block: a warp has a fourth of the columns and every fourth share.
-constexpr int SPLIT = 4, STRIPE = DIM_V / SPLIT, COMBINERS = 32 * SPLIT * SPLIT;
+// What shares have left becomes a row: by a warp, or (BY_BLOCKS, where rows are few and so shares many) by a block, of
+// which a warp has a fourth of the columns and every fourth share. What has one share is written.
+constexpr int SPLIT = 4, STRIPE = DIM_V / SPLIT, COMBINERS = BY_BLOCKS ? 32 * SPLIT * SPLIT : 128;
 
-__device__ inline void combine_row(const Params& p, long long row) {
+__device__ inline void combine_by_warp(const Params& p, long long row) {
+    if (row >= Sequence::all_query_numbers(p)) return;
+    QueryOf at = Sequence::numbered_query(p, row);
+    int shares = ShareSize(p).shares(p, Head::of_q(p, at.batch, at.head));
+    if (shares > 1) combine_shares<DIM_V>(p, row, [=](const Head&) { return shares; });
+}
+
+__device__ inline void combine_by_block(const Params& p, long long row) {
     __shared__ float4 parts[SPLIT][DIM_V / 4];
     int lane = threadIdx.x % 32, stripe = threadIdx.x / 32 % SPLIT, of = threadIdx.x / 32 / SPLIT;
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
     int shares = ShareSize(p).shares(p, head);
-    if (shares == 1) return;  // it is written
+    if (shares == 1) return;
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
     float alone = MINUS_INFINITY;
     if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);

@@ -15,7 +15,7 @@ from .likely import as_dense
 from .sm90_memory import common, dots
 
 ROWS, KEYS = 64, 64
-COMBINERS = 512  # threads of a block that makes one row of shares
+FEW_ROWS = 2048  # up to so many are made of shares by a block each, more by a warp
 DIM, DIM_V = 576, 512
 LEAST_TILES, MOST_LEFT = 8, 1 << 26  # key tiles of a share, at least; bytes that shares leave in memory, at most
 # Q, two tiles of K, P, two numbers a row, barriers
@@ -53,6 +53,9 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
         parts = shares.shares(likely, shares.Tiles(tiles, span, KEYS, 1, visit), arch.sms).number
     share_tiles *= parts > 1
     grid = min(tiles * parts, arch.sms)
+    rows = math.prod(query_numbers(problem))
+    by_blocks = rows <= FEW_ROWS
+    combine = Launch("attention_combine", rows, 512) if by_blocks else Launch("attention_combine", ceil(rows, 4), 128)
     banded = problem.left is not None or problem.right is not None
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
     dynamic = not alike and tiles * parts > grid
@@ -60,15 +63,14 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     constants = (
         ("DIM", DIM), ("DIM_V", DIM_V), dots(problem)[0], ("WARPGROUPS", 1), ("KEYS", KEYS), ("KEY_BOX", key_box),
         ("SHARE_TILES", share_tiles), ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", 1),
-        ("SHARED_MEMORY", MEMORY), *features(problem),
+        ("BY_BLOCKS", by_blocks), ("SHARED_MEMORY", MEMORY), *features(problem),
     )  # fmt: skip
     launch = Launch("attention_forward", grid, 384, MEMORY)
-    combine = (Launch("attention_combine", math.prod(query_numbers(problem)), COMBINERS),)
     spaces = (Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, DIM_V))
     return KernelPlan(
         **common(problem, arch, FORWARD) | {"source": "sm90/latent.cu"},
         constants=constants,
-        launches=(launch, *combine) if parts > 1 else (launch,),
+        launches=(launch, combine) if parts > 1 else (launch,),
         workspace=spaces,
         maps=(Box("q", span, pack), Box("k", key_box)),
         scalars=(("shares", parts), ("wide", wide), ("processors", arch.sms)),
