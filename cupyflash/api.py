@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from . import dispatch, interop
+from . import latent as of_latent
 from .call import Arrays, Call
 from .given import placed, present, trace_score, with_check
 from .gradients import Gradients, check_wrt
@@ -65,22 +66,27 @@ class Options(Shared, total=False):
     q_descale: float | Array | None
     k_descale: float | Array | None
     v_descale: float | Array | None
+    latent: int | None
     out_dtype: Any
     out_scale: float
     out: Array | None
 
 
 @overload
-def attention(q: A, k: A, v: A, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> A: ...
+def attention(
+    q: A, k: A, v: A | None = None, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> A: ...
 @overload
-def attention(q: A, k: A, v: A, *, return_lse: Literal[True], **options: Unpack[Options]) -> tuple[A, Any]: ...
+def attention(
+    q: A, k: A, v: A | None = None, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[A, Any]: ...
 @overload
-def attention(q: A, k: A, v: A, *, return_lse: bool, **options: Unpack[Options]) -> A | tuple[A, Any]: ...
+def attention(q: A, k: A, v: A | None = None, *, return_lse: bool, **options: Unpack[Options]) -> A | tuple[A, Any]: ...
 @closed
 def attention(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -95,6 +101,7 @@ def attention(
     score_arrays: Mapping[str, Array] | None = None,
     block_mask: BlockMask | None = None,
     at: Sequence[int] | Array | None = None,
+    latent: int | None = None,
     dropout: float = 0.0,
     seed: int | Array | None = None,
     q_descale: float | Array | None = None,
@@ -172,13 +179,14 @@ def attention(
         scaled, capped, biased nor masked. lse includes it.
     block_mask : BlockMask, optional
         Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks
-        no test.
-        For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
+        no test. For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
     at : four integers, or an integer array of four, optional
         Of a part of a whole: where the first batch entry, head, query and key of these arrays stand among all. Query i
         then stands on key i, for causal, window and alibi_slopes; b, h, i and j of `score` and the numbers of dropout
         are those of the whole (with dropout a query and key that are multiples of 16). An array is on the CPU, and is
         read when the function is called.
+    latent : int, optional
+        Latent attention: V is the first so many columns of K, in its memory; v is left out. A forward alone.
     dropout : float
         Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share
         that is kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is
@@ -256,20 +264,18 @@ def attention(
     seed, number = seed_of(seed, dropout)
     arrays: Arrays = {"q": q, "k": k, "v": v}
     if not (key_mask is mask is bias is alibi_slopes is sinks is seed is None):  # most calls: this is the hot path
-        arrays |= {
-            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-            "seed": seed,
-        }  # fmt: skip
+        arrays |= {"key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
+        arrays |= {"sinks": sinks, "seed": seed}
     ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
     if ragged:
         arrays |= {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "page_table": page_table
         }  # fmt: skip
-    arrays = present("qkv", arrays)
+    arrays = present("qkv" if latent is None else of_latent.operands(latent, v), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
-        "block_mask": block_mask, "at": at,
-        "dropout": dropout, "out_dtype": out_dtype, "out_scale": out_scale, "layout": layout,
+        "block_mask": block_mask, "at": at, "latent": latent, "dropout": dropout, "out_dtype": out_dtype,
+        "out_scale": out_scale, "layout": layout,
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
         "deterministic": deterministic,
     }  # fmt: skip
@@ -381,11 +387,8 @@ def attention_backward(
     seed, number = seed_of(seed, dropout)
     arrays: Arrays = {"q": q, "dout": dout, "k": k, "v": v, "out": out, "lse": lse}
     if not (key_mask is mask is bias is alibi_slopes is sinks is seed is dlse is None):
-        arrays |= {
-            "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-            "seed": seed,
-            "dlse": dlse,
-        }  # fmt: skip
+        arrays |= {"key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
+        arrays |= {"sinks": sinks, "seed": seed, "dlse": dlse}
     ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
     if ragged:
         arrays |= {
@@ -394,8 +397,7 @@ def attention_backward(
     arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
-        "block_mask": block_mask, "at": at,
-        "dropout": dropout, "layout": layout,
+        "block_mask": block_mask, "at": at, "dropout": dropout, "layout": layout,
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
         "deterministic": deterministic,
     }  # fmt: skip

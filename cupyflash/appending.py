@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from . import cached, dispatch, interop, writing
 from .api import attention
 from .call import Arrays, Call
+from .counts import check_latent
 from .given import present, trace_score, with_check
 from .interop.protocol import Library
 from .lengths import asked_for
@@ -28,6 +29,7 @@ from .writing import INTEGERS
 Array = Any
 _ROWS = ("k_new", "v_new", "k_cache", "v_cache")
 _NOT_HERE = ("cu_seqlens_k", "at", "out_dtype", "out_scale", *DESCALES)
+_OF_CACHES = ("layout", "latent")  # options that are about writing too
 _OPTIONS = [row.name for row in OPTIONS if row.name not in _NOT_HERE]
 _ARRAYS = [row.name for row in ARRAYS if row.name not in _NOT_HERE]
 
@@ -37,9 +39,9 @@ _ARRAYS = [row.name for row in ARRAYS if row.name not in _NOT_HERE]
 def attention_append(
     q: Array | None,
     k_new: Array,
-    v_new: Array,
-    k_cache: Array,
-    v_cache: Array,
+    v_new: Array | None = None,
+    k_cache: Array = None,
+    v_cache: Array | None = None,
     seqlens_k: Array | None = None,
     *,
     cu_seqlens_q: Array | None = None,
@@ -78,6 +80,9 @@ def attention_append(
         half), in float32 or the caches' dtype, for the first 2 half columns, an even number up to D.
     rotary_interleaved : bool
         Pairs of columns are (2 i, 2 i + 1), in the place of (i, i + half).
+    latent : int, optional
+        V is the first so many columns of K, as of `attention`: a row is written once, v_new and v_cache are left out,
+        and k_new comes turned (rotary must be None).
     k_descale, v_descale : float, (Hk,) or the cache's shape without its last axis, in float32, optional
         What numbers of caches of 8 bits are multiplied by: a number, 1 if left out, or an array with one or one for
         each head, by which new rows are divided; or an array with one for each row of a head, which is written too,
@@ -141,8 +146,9 @@ class _Asked(NamedTuple):
             if name not in (*_OPTIONS, *_ARRAYS, "score_arrays", "family", "out"):
                 raise unexpected("attention_append", name, inspect.signature(attention_append).parameters)
         layout = check_layout(options.get("layout", "bshd"))
-        arrays = present(_ROWS, arrays)
+        arrays = present(_ROWS if options.get("latent") is None else ("k_new", "k_cache"), arrays)
         _check_together(arrays, [*options, *["return_lse"] * return_lse])
+        _check_latent(options.get("latent"), arrays)
         if numbers and not cached.of_eight(arrays["k_cache"]):
             raise TypeError(
                 f"{next(iter(numbers))} is given with k_cache of {arrays['k_cache'].dtype}; it is for caches of "
@@ -160,6 +166,7 @@ def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
             "traced by torch.compile: call it outside"
         )
     lib, arrays = _of_one_library(asked.arrays)
+    arrays = _with_v(arrays)
     check = check_flag("check", asked.check)
     totals, turned = lib.append(arrays, asked.layout, asked.interleaved, check)  # type: ignore[attr-defined]
     if "q" not in arrays:
@@ -167,7 +174,8 @@ def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
     q = turned if "rotary[0]" in arrays else arrays["q"]
     of: dict[str, Any] = {name: arrays[name] for name in ("cu_seqlens_q", "page_table") if name in arrays}
     of |= {"seqlens_k": totals, "return_lse": asked.return_lse}
-    return attention(q, arrays["k_cache"], arrays["v_cache"], **of, **asked.options)
+    v = arrays["v_cache"] if asked.options.get("latent") is None else None
+    return attention(q, arrays["k_cache"], v, **of, **asked.options)
 
 
 def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
@@ -179,6 +187,7 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     asked = _Asked.of(arrays, options)
     q = arrays["q"]
     lib, arrays = _of_one_library(asked.arrays)
+    arrays = _with_v(arrays)
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     writing.check_rows(views, asked.layout)
     if lib.kind != "jax":  # whose arrays are not written to
@@ -186,7 +195,7 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     if "slots" in arrays:
         done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check), asked.numbers)
         _keep(key, done, None, False)
-        found = done.changed
+        found = _changed(done, asked)
     else:
         found = _behind(lib, arrays, views, asked, key)
     if q is not None and arrays["q"] is not q:  # of a library that has no adapter
@@ -209,11 +218,11 @@ def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, k
     done = writing.behind(lib, given, views, problem, layout, asked.interleaved, call.check, asked.numbers)
     _keep(key, done, call.but(arrays={}) if attends else None, turns)
     if not attends:
-        return done.changed
+        return _changed(done, asked)
     k, v, *scales = done.changed or (arrays["k_cache"], arrays["v_cache"])
     of = adopted | {"q": done.q if turns else adopted["q"], "k": k, "v": v, "seqlens_k": done.totals}
     of |= zip([name for name in cached.SCALES if cached.of_rows(arrays.get(name), k)], scales)
-    return (*_attended(call.but(arrays=of, targets=targets)), *done.changed)
+    return (*_attended(call.but(arrays=of, targets=targets)), *_changed(done, asked))
 
 
 def _one_or_all(found: tuple[Array, ...]) -> Any:
@@ -230,6 +239,8 @@ class _Alike(NamedTuple):
 
     def run(self, arrays: Arrays) -> tuple[Array, ...] | None:
         """None where this is for others to do."""
+        if arrays["v_cache"] is None:  # of latent attention, which has k in its place
+            arrays = arrays | {"v_new": arrays["k_new"], "v_cache": arrays["k_cache"]}
         done = self.writes.run(arrays)
         if done is None or self.call is None:
             return done and ()
@@ -304,6 +315,32 @@ def _call(lib: Library, arrays: Arrays, asked: _Asked) -> Call:
     return with_check(call, asked.check)
 
 
+def _check_latent(latent: Any, arrays: Arrays) -> None:
+    """TypeError or ValueError where arrays are given that go with no `latent`."""
+    if check_latent(latent) is None:
+        return
+    for name in ("v_new", "v_cache", "rotary[0]"):
+        if name in arrays:
+            why = "k_new comes turned, where V is not" if name == "rotary[0]" else "V is the first columns of K"
+            raise ValueError(f"{name.partition('[')[0]} is given, and latent is {latent}; it must be None there: {why}")
+    if cached.of_eight(arrays["k_cache"]):
+        raise TypeError(
+            f"k_cache has dtype {cached.name_of(arrays['k_cache'])}, and latent is {latent}; it must be of "
+            "16 bits or more there"
+        )
+
+
+def _with_v(arrays: Arrays) -> Arrays:
+    """With V of no columns, where it is in K: so a row is written once."""
+    if "v_cache" in arrays:
+        return arrays
+    return arrays | {f"v_{x}": arrays[f"k_{x}"][..., :0] for x in ("new", "cache")}
+
+
+def _changed(done: writing.Written, asked: _Asked) -> tuple[Array, ...]:
+    return done.changed if asked.options.get("latent") is None else done.changed[:1]
+
+
 def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
     first = "q" if "q" in arrays else "k_cache"
     lib = interop.library(first, arrays[first])
@@ -323,11 +360,8 @@ def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
                     "under torch.no_grad(), or pass its detach()"
                 )
     if lib.kind != "jax":
-        for name in (
-            "k_cache",
-            "v_cache",
-            *(x for x in cached.SCALES if cached.of_rows(found.get(x), found["k_cache"])),
-        ):
+        rows = (x for x in cached.SCALES if cached.of_rows(found.get(x), found["k_cache"]))
+        for name in ("k_cache", *(["v_cache"] if "v_cache" in found else []), *rows):
             lib.check_target(name, found[name])
     return lib, found
 
@@ -335,7 +369,7 @@ def _of_one_library(arrays: Arrays) -> tuple[Library, Arrays]:
 def _check_together(arrays: Arrays, options: list[str]) -> None:
     if "slots" in arrays:
         for name in (*("q", "seqlens_k", "cu_seqlens_q", "page_table", "rotary[0]"), *options):
-            if name in arrays or (name in options and name != "layout"):
+            if name in arrays or (name in options and name not in _OF_CACHES):
                 raise ValueError(
                     f"{name.partition('[')[0]} is given with slots, which are for writing alone, to rows that they "
                     "name; it must be None there"
@@ -346,5 +380,5 @@ def _check_together(arrays: Arrays, options: list[str]) -> None:
             "seqlens_k is None; it must be the rows that each sequence has filled, (sequences,), or slots must be given"
         )
     for name in options:
-        if "q" not in arrays and name != "layout":
+        if "q" not in arrays and name not in _OF_CACHES:
             raise ValueError(f"{name} is given, but q is None, so that nothing is attended; leave it out")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from .namespaces import cast, float8_of
-from .problem import ARRAY_RULES, EIGHT, FLOAT8, HALVES, INPUTS, AttentionProblem, Given, View, to_bshd
+from .passes import Pass
+from .problem import ARRAY_RULES, EIGHT, FLOAT8, FLOATS, HALVES, INPUTS, AttentionProblem, Given, View, to_bshd
 
 SCALES = ("k_descale", "v_descale")
 LARGEST = {FLOAT8: 448.0, "int8": 127.0}
@@ -49,6 +50,18 @@ def taken(q: View, k: View, v: View, given: dict[str, Any]) -> tuple[str | None,
     if v.dtype != k.dtype:
         raise TypeError(f"v has dtype {v.dtype} but k has {k.dtype}; both must have one dtype")
     return k.dtype, {name: given[name] for name in SCALES if given.get(name) is not None}
+
+
+def refuse_float8(dtype: str, of: Pass, cache_dtype: str | None = None) -> None:
+    if cache_dtype is not None:
+        raise TypeError(
+            f"k has dtype {cache_dtype} beside q of {dtype}, of which there is a forward alone; attention_{of} takes k "
+            f"and v of {dtype}"
+        )
+    if dtype == FLOAT8:
+        raise TypeError(
+            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_{of} takes {', '.join(FLOATS)}"
+        )
 
 
 def stated(scales: dict[str, View], k: View, layout: str) -> list[Given]:

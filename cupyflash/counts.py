@@ -1,4 +1,4 @@
-"""Options that are whole numbers: the bounds of a window, places, longest lengths."""
+"""Options that are whole numbers: the bounds of a window, places, columns, longest lengths."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ def check_at(at: Any) -> tuple[int, int, int, int] | None:
             "each 0 or more and less than 2**31"
         )
     return places
+
+
+def check_latent(latent: Any) -> int | None:
+    if latent is None:
+        return None
+    try:
+        if isinstance(latent, bool):
+            raise TypeError
+        n = operator.index(latent)
+    except TypeError:
+        raise TypeError(f"latent is {latent!r}; it must be None or how many columns of k are V, an integer") from None
+    if n < 1:
+        raise ValueError(f"latent is {n}; it must be 1 or more, the first columns of k that are V")
+    return n
 
 
 def check_hint(name: str, x: Any) -> int | None:

@@ -17,6 +17,8 @@ def run(call: Call) -> Any:
     q, into = call.arrays["q"], call.targets
     arrays, targets = interop.adopt(call.lib, call.arrays, into)
     adapter = call.lib
+    if call.options.get("latent") is not None:
+        arrays = arrays | {"v": arrays["k"]}
     if arrays is not call.arrays or targets is not into:
         call = call.but(arrays=arrays, targets=targets)
     try:

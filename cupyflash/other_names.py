@@ -88,6 +88,7 @@ ELSEWHERE = {
     ("attention_weights", "dropout"): "weights are those before dropout; leave it out",
     ("attention_weights", "seed"): "weights are those before dropout; leave it out",
     ("attention_weights", "v"): "weights do not depend on it",
+    ("attention_weights", "latent"): "weights do not depend on it",
     **{
         ("attention_weights", name): "ask for the weights of one sequence at a time, as a dense call"
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "max_seqlen_q", "max_seqlen_k")
@@ -104,6 +105,7 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     """Python's error for a keyword argument that a function does not have, with what may have been meant."""
     near = difflib.get_close_matches(name, known, 1)
     forward = "inputs of 8 bits have a forward alone" if name in OF_8_BITS else ""
+    forward = "latent attention has a forward alone" if name == "latent" else forward
     meant = HERE.get(name) or ELSEWHERE.get((function, name)) or forward
     meant = meant or (f"did you mean {near[0]!r}?" if near else "")
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (f"; {meant}" if meant else ""))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .counts import check_at, check_hint, check_window
+from .counts import check_at, check_hint, check_latent, check_window
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD, Pass
 from .reals import positive, real
@@ -249,6 +249,7 @@ OPTIONS = (
         "block_mask", None, "Blocks of pairs that are there, and bits of some.", _check_block_mask, written=False
     ),
     OptionRule("at", None, "Where the first batch entry, head, query and key stand.", check_at, written=False),
+    OptionRule("latent", None, "V is the first so many columns of K.", check_latent),
     OptionRule("dropout", 0.0, "Share of the probabilities that become 0; needs a seed.", check_dropout, number=True),
     OptionRule(
         "out_dtype", None, "Of the result: bf16 (the default), fp16 or fp8, for inputs of fp8.", _check_out_dtype
@@ -328,6 +329,7 @@ class AttentionProblem:
     score: Score | None = None
     block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
     at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand among all
+    latent: int | None = None  # V is the first so many columns of K, in its memory
     dropout: float = 0.0  # the share of the probabilities that become 0
     out_dtype: str | None = None  # of results; None: that of q
     cache_dtype: str | None = None  # of k and v, where that is of 8 bits beside q of 16 (cached.py)

@@ -12,7 +12,7 @@ import numbers
 from dataclasses import replace
 from typing import Any
 
-from . import cached, lengths
+from . import cached, latent, lengths
 from .layouts import doubt, of_layout
 from .passes import FORWARD, PER_QUERY, Pass
 from .problem import (
@@ -128,8 +128,8 @@ def lasting(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
-    """Check q, k, v and what else is given, and return the problem that they state.
+def describe(q: View, k: View, v: View | None = None, **given: Any) -> AttentionProblem:
+    """Check q, k, v (of `latent` none) and what else is given, and return the problem that they state.
 
     A reading of the shapes that is allowed and almost surely not meant is warned of.
 
@@ -137,10 +137,11 @@ def describe(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     "score_arrays" the arrays that a score function reads, by their names.
     """
     layout = given.get("layout", LAYOUTS[0])
+    views = latent.with_view({name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}, given)
     try:
-        problem = _described(q, k, v, **given)
+        problem = _described(**views, **given)
     except ValueError as error:
-        raise of_layout(error, layout, lambda other: _described(q, k, v, **given | {"layout": other})) from None
+        raise of_layout(error, layout, lambda other: _described(**views, **given | {"layout": other})) from None
     _check_place(problem)
     doubt(problem, q, layout)
     return problem
@@ -358,6 +359,7 @@ def state(
 def _stated(
     views: dict[str, View], targets: dict[str, View], options: dict[str, Any], of: Pass
 ) -> tuple[AttentionProblem, dict[str, tuple[int, ...]]]:
+    views = latent.with_view(views, options)
     q, k, v = (views[name] for name in "qkv")
     score = options.get("score")
     reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
@@ -366,7 +368,8 @@ def _stated(
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if of is not FORWARD:
         lengths.refuse_pages(problem, of)
-        refuse_float8(problem.dtype, of, problem.cache_dtype)
+        cached.refuse_float8(problem.dtype, of, problem.cache_dtype)
+        latent.refuse(problem.latent, of)
         for name in of.inputs:  # dout, out, lse and dlse, and what a jvp gave
             if name in views and name not in "qkv" and name not in _TANGENTS:
                 shape, dtype = (lse, problem.lse_dtype) if name in PER_QUERY else (out, problem.dtype)
@@ -430,18 +433,6 @@ _TANGENTS = frozenset(
     f"t{name}" for name in ("q", "k", "v", "dout", "dlse", *(row.name for row in ARRAYS if row.gradient))
 )
 _OF_SCORE = "score_arrays["
-
-
-def refuse_float8(dtype: str, of: Pass, cache_dtype: str | None = None) -> None:
-    if cache_dtype is not None:
-        raise TypeError(
-            f"k has dtype {cache_dtype} beside q of {dtype}, of which there is a forward alone; attention_{of} takes k "
-            f"and v of {dtype}"
-        )
-    if dtype == FLOAT8:
-        raise TypeError(
-            f"q has dtype {FLOAT8}, of which there is a forward alone; attention_{of} takes {', '.join(FLOATS)}"
-        )
 
 
 @functools.cache

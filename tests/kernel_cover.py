@@ -162,6 +162,21 @@ def wide() -> Iterator[AttentionProblem]:
     yield problem("bfloat16", 512, batch=1, seq_q=100, seq_k=16384)
 
 
+def latent() -> Iterator[AttentionProblem]:
+    """V in K, whose kernel is Hopper's own: tokens and a few more, on arrays, caches and pages."""
+    caches = (Given("seqlens_k", "int32", ("sequence",)),)
+    pages = (*caches, Given("page_table", "int64", ("sequence", "page")))
+    sinks = (Given("sinks", "float32", ("head",)),)
+    for given, more in (((), {}), (caches, {"cache": 8192}), (pages, {"page": 64, "pages": 900})):
+        for n, (seq_q, heads, own) in enumerate(((1, 128, ()), (2, 16, sinks), (70, 8, ()))):
+            for name in ("nothing", "causal", "window"):
+                fields = {"latent": 512, "seq_k": 8192, "heads_q": heads, "heads_k": 1, "batch": (64, 3)[n % 2]}
+                fields |= more | FEATURES[name] | {"given": (*own, *given), "seq_q": seq_q}
+                if given:
+                    fields["diagonal"] = 0
+                yield problem(("bfloat16", "float16")[n % 2], 576, 512, **fields)
+
+
 def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
     if family in ("sm80", "sm90") and arch in (*THOROUGH[family], "sm_90a"):  # each has tiles of its own
         yield from wide()
@@ -172,6 +187,7 @@ def cover(family: str, arch: str) -> Iterator[AttentionProblem]:
         yield from of_caches()
         if family == "sm90":  # where these take room that tiles have elsewhere
             yield from of_pairs()
+            yield from latent()
         return
     yield from some_problems(ARCHS.index(arch))
     if (family, arch) == ("sm80", "sm_90a"):  # where doubles have tiles and instructions of their own

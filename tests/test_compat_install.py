@@ -121,7 +121,7 @@ def test_what_is_installed_is_not_shadowed_unasked(monkeypatch: pytest.MonkeyPat
 
 
 def test_names() -> None:
-    known = "'flash_attn', 'flash_attn_interface', 'xformers'"
+    known = "'flash_attn', 'flash_attn_interface', 'flash_mla', 'xformers'"
     with pytest.raises(ValueError, match=f"^packages has 'flash-attn'; it must be one or more of {known}$"):
         compat.install("flash-attn")
     with pytest.raises(ValueError, match=f"^packages is empty; it must be one or more of {known}$"):

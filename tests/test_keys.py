@@ -36,6 +36,7 @@ CHANGED_OPTIONS: dict[str, Any] = {
     "causal": [True, "top_left"], "window": [(0, None), (None, 0), (0, 0)], "scale": [0.5, -0.5],
     "softcap": [2.0, 3.0], "score": [lambda s, b, h, i, j: 2 * s, lambda s, b, h, i, j: 3 * s], "dropout": [0.1, 0.2],
     "layout": ["bhsd"], "deterministic": [True], "at": [(0, 0, 0, 0), (0, 0, 0, 64)],
+    "latent": [D, D // 2],
 }  # fmt: skip
 CHANGED_ARRAYS: dict[str, list[tuple[tuple[int, ...], Any]]] = {
     "key_mask": [((B, SK), bool), ((1, SK), bool)], "mask": [((B, HQ, SQ, SK), bool), ((SK,), bool)],
@@ -66,6 +67,8 @@ def calls(gpu: Gpu, backward: bool) -> list[tuple[str, Callable[[], Any]]]:
             if name == "layout":
                 swapped = {n: x.swapaxes(1, 2) for n, x in base.items() if n != "lse"}
                 changes.append((name, swapped | {name: value}))
+            elif name == "latent":
+                changes += [] if backward else [(f"latent {value}", {name: value, "v": None})]
             elif name != "deterministic" or backward:
                 changes.append((f"{name} {value}", {name: value} | ({"seed": 3} if name == "dropout" else {})))
     for name, forms in CHANGED_ARRAYS.items():
@@ -287,7 +290,7 @@ def changed_calls() -> list[tuple[str, dict[str, Any]]]:
     }  # fmt: skip
     made: list[tuple[str, dict[str, Any]]] = [("nothing", {})]
     for name, values in CHANGED_OPTIONS.items():
-        if name != "layout":
+        if name not in ("layout", "latent"):  # which takes no v (test_latent.py)
             made += [(f"{name} {x}", {name: x} | ({"seed": 3} if name == "dropout" else {})) for x in values]
     made += [("another seed", {"dropout": 0.2, "seed": 4})]
     made += [(name, {name: x}) for name, x in arrays.items()]

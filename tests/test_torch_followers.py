@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
-from cupyflash.compat import flash_attn, flash_attn_interface, xformers
+from cupyflash.compat import flash_attn, flash_attn_interface, flash_mla, xformers
 from cupyflash.torch import MultiheadAttention, attention, flex_attention, scaled_dot_product_attention
 
 Function = Callable[[Any], Any]
@@ -111,7 +111,7 @@ def test_onnx_is_refused(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
 NO_ONNX = r"no operator in ONNX; export the model with torch\.nn\.functional\.scaled_dot_product_attention"
 OTHERS = {  # that compute no attention
     cupyflash.block_mask, cupyflash.explain, cupyflash.tune, flash_attn_interface.get_scheduler_metadata,
-    xformers.unbind,
+    flash_mla.get_mla_metadata, xformers.unbind,
 }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 def test_torchscript_cannot_compile_it() -> None:
     """Whoever scripts a function or a module that holds a call is told by us, not by some line of ours."""
     layer = torch.nn.Sequential(MultiheadAttention(8, 2))
-    functions = (cupyflash, cupyflash.torch, flash_attn, flash_attn_interface, xformers)
+    functions = (cupyflash, cupyflash.torch, flash_attn, flash_attn_interface, flash_mla, xformers)
     public = [getattr(module, name) for module in functions for name in module.__all__ if not name.startswith("_")]
     ours = {f for f in public if inspect.isfunction(f)} - OTHERS
     assert len(ours) > 20

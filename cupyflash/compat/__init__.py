@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from . import bert_padding as bert_padding
     from . import flash_attn as flash_attn
     from . import flash_attn_interface as flash_attn_interface
+    from . import flash_mla as flash_mla
     from . import xformers as xformers
 else:
-    __getattr__, __dir__ = later(__name__, "bert_padding", "flash_attn", "flash_attn_interface", "xformers")
+    __getattr__, __dir__ = later(
+        __name__, "bert_padding", "flash_attn", "flash_attn_interface", "flash_mla", "xformers"
+    )

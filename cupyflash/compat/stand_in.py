@@ -38,6 +38,9 @@ PACKAGES = {
         "flash-attn-3", "3.0.0+cupyflash",
         {"flash_attn_interface": "flash_attn_interface", "flash_attn_3": None},
     ),
+    "flash_mla": _Package(
+        "flash-mla", "1.0.0+cupyflash", {"flash_mla": "flash_mla", "flash_mla.flash_mla_interface": "flash_mla"}
+    ),
     "xformers": _Package(
         "xformers", "0.0.33+cupyflash",
         {
@@ -86,10 +89,10 @@ def install(*packages: str, replace: bool = False) -> Installed:
 
     Parameters
     ----------
-    packages : "flash_attn", "flash_attn_interface" or "xformers", one or more
+    packages : "flash_attn", "flash_attn_interface", "flash_mla" or "xformers", one or more
         flash-attn 2 with flash_attn.bert_padding and flash_attn.flash_attn_interface; FlashAttention-3, whose module is
-        flash_attn_interface; xFormers with xformers.ops and xformers.ops.fmha. importlib.metadata knows them too. What
-        is not served there cannot be imported, or raises NotImplementedError.
+        flash_attn_interface; FlashMLA; xFormers with xformers.ops and xformers.ops.fmha. importlib.metadata knows them
+        too. What is not served there cannot be imported, or raises NotImplementedError.
     replace : bool
         Also in the place of a package that is installed.
 

@@ -78,6 +78,8 @@ def _checked(call: Call) -> tuple[AttentionProblem, dict[str, Any], dict[str, tu
             given[name] = _four(rows[..., None], layout)
         else:
             given[name] = x
+    if problem.latent is not None:
+        given["v"] = given["k"][..., : problem.latent]
     return problem, given, shapes
 
 

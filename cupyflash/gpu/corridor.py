@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .. import cached, rules
+from .. import cached, latent, rules
 from ..call import Arrays, Call
 from ..gradients import Gradients, apart
 from ..interop.protocol import GpuAdapter
@@ -44,7 +44,7 @@ class Stated(NamedTuple):
         views = {name: view(x) for name, x in call.arrays.items()}
         into = {name: view(x) for name, x in call.targets.items()}
         problem, shapes = rules.state(views, into, call.options, call.of)
-        return cls(replace(problem, add=call.add), shapes, views, into)
+        return cls(replace(problem, add=call.add), shapes, latent.with_view(views, call.options), into)
 
 
 class Ran(NamedTuple):

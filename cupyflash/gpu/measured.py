@@ -52,6 +52,7 @@ TABLE = {
     "sm90_forward.wider": Measured(0.92, "rows", "H200", "2026-11-23", "of three warpgroups, 96 keys; to 96 columns"),
     "sm90_forward.few_keys": Measured(1.3, "rows", "H200", "2026-11-23",
         "of two warpgroups where one tile has all keys"),
+    "sm90_latent.visit": Measured(2.4e-6, "s", "H100", "2026-11-26", "a visit of 64 keys, K from memory: reckoned"),
     # The Hopper jvp
     "sm90_jvp.narrow": Measured(0.93, "rows", "H100", "2026-11-25", "of three warpgroups, 64 keys; to 64 columns"),
     "sm90_jvp.middle": Measured(0.9, "rows", "H100", "2026-11-25", "of three warpgroups, 48 keys; to 96 columns"),

@@ -82,9 +82,10 @@ class Callback:
         device = jax.local_devices(backend="gpu")[0].local_hardware_id
         self._device = 0 if device is None else device
         self._views = {name: x._replace(device=f"cuda:{self._device}") for name, x in views.items()}
-        arrays = {name: Buffer(0, view) for name, view in self._views.items()}
+        self._latent = call.options["latent"] is not None  # then k stands for v too
+        arrays = self._arrays([0] * len(views))
         traced = call.but(lib=Memory(self._device), arrays=arrays)
-        self._prepared = corridor.prepare(traced, [0] * len(views), self._device)
+        self._prepared = corridor.prepare(traced, [0] * len(arrays), self._device)
         self.scratch = self._prepared.scratch
         steps = self._prepared.steps
         self.plain = all(x.plan and not x.copies for x in steps)  # launches alone, of kernels that are loaded
@@ -93,12 +94,17 @@ class Callback:
             for use in [use for x in steps if x.plan for use in x.plan.lists]:
                 mask.list_for(use)
 
+    def _arrays(self, addresses: Sequence[int]) -> dict[str, Buffer]:
+        arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
+        return arrays | {"v": arrays["k"]} if self._latent else arrays
+
     def __call__(self, ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
         ordinal = inputs[0].__dlpack_device__()[1]
         addresses = [_address(x) for x in inputs]
         *results, scratch = [_address(x) for x in out]
         lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
-        arrays = {name: Buffer(at, view) for (name, view), at in zip(self._views.items(), addresses)}
+        arrays = self._arrays(addresses)
+        addresses = [x.address for x in arrays.values()]
         mask = mask_kind(self._call.options["block_mask"])
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
             raise ValueError(f"block_mask is on {mask.device} but q is on cuda:{ordinal}; make it with like=q")

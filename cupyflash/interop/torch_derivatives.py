@@ -29,7 +29,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
-from .. import rules
+from .. import cached
 from ..call import Arrays
 from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ..problem import FLOAT8
@@ -202,7 +202,7 @@ def _moving(moves: Arrays) -> Arrays:
 
 def _of_forward(run: Run, wrt: Names, plain: Arrays, results: Any, moves: Arrays) -> Any:
     if plain["q"].dtype is torch.float8_e4m3fn:
-        rules.refuse_float8(FLOAT8, JVP)
+        cached.refuse_float8(FLOAT8, JVP)
     return run(JVP, plain | dict(zip(("out", "lse"), results)) | _moving(moves))
 
 

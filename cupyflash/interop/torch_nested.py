@@ -35,10 +35,11 @@ def run(call: Call, packed: Callable[[Call], Any]) -> Any:
     axis = 1 if call.options["layout"] == "bshd" else 2
     arrays = _packed(call.arrays, axis, call.options["layout"])
     results = _named(packed)(call.but(arrays=arrays))
-    q, k, v = (call.arrays[name] for name in "qkv")
+    q, k = (call.arrays[name] for name in "qk")
     if not call.of.of_gradients:
         return _like(q, results[0], axis), results[1]
     dq, dk, dv = results
+    v = call.arrays["v"]
     return Gradients(_like(q, dq, axis), _like(k, dk, axis), _like(v, dv, axis), results.of_arrays)
 
 

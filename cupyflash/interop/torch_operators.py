@@ -49,13 +49,14 @@ def _fake(of: Pass) -> Callable[..., Any]:
     def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         call = Arguments(of, args)
         call.check()
-        q, v = call.arrays["q"], call.arrays["v"]
+        q = call.arrays["q"]
+        columns = call.options["latent"] or call.arrays["v"].shape[-1]
         rows = tuple(q.shape[:-1])
         if call.options["layout"] == "bshd" and len(rows) > 1:
             rows = (*rows[:-2], rows[-1], rows[-2])
         lse = torch.float64 if q.dtype is torch.float64 else torch.float32
         out = getattr(torch, call.options["out_dtype"] or OF_FLOAT8[0]) if q.dtype is torch.float8_e4m3fn else q.dtype
-        return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out), q.new_empty(rows, dtype=lse)
+        return q.new_empty((*q.shape[:-1], columns), dtype=out), q.new_empty(rows, dtype=lse)
 
     def like(*args: Any) -> Any:
         call = Arguments(of, args)
@@ -124,14 +125,15 @@ def _flops(of: Pass) -> Callable[..., int]:
         """Of all pairs, also those that are hidden, as PyTorch counts its own attention: 2 products, 5 of the
         backward."""
         given = Arguments(of, args)
-        q, k, v = (given.arrays[name].shape for name in "qkv")
+        q, k = (given.arrays[name].shape for name in "qk")
+        columns = given.options["latent"] or given.arrays["v"].shape[-1]
         at = -3 if given.options["layout"] == "bshd" and len(k) > 2 else -2
         over_d, over_dv = products(of, rules.tangents_in(given.arrays))
         if lengths.stated(given.arrays):
             pairs = q[-2 if at == -3 else -3] * _pairs(given, q[at], k[at])
         else:
             pairs = math.prod(q[:-1]) * k[at]
-        return 2 * pairs * (over_d * q[-1] + over_dv * v[-1])
+        return 2 * pairs * (over_d * q[-1] + over_dv * columns)
 
     return count
 

@@ -108,7 +108,7 @@ def _forward(call: Call, settled: bool) -> Any:
     if not compiled and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
         return (_record if recorded else dispatch.run)(call)
     if recorded:
-        _check_gradient(arrays)
+        _check_gradient(call)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
     return _followed_by_pytorch(call, compiled, settled)
@@ -150,7 +150,7 @@ _NO_WRITING = (
 def _record(call: Call) -> tuple[Any, Any]:
     """As `dispatch.run`, run at once under autograd."""
     arrays = call.arrays
-    _check_gradient(arrays)
+    _check_gradient(call)
     if call.targets:
         raise ValueError(
             "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
@@ -162,11 +162,13 @@ def _record(call: Call) -> tuple[Any, Any]:
     return _both(kept, tuple(arrays), *tensors) if call.return_lse else (_out(kept, tuple(arrays), *tensors), None)
 
 
-def _check_gradient(arrays: Arrays) -> None:
+def _check_gradient(call: Call) -> None:
     """TypeError where a gradient is wanted of what has a forward alone."""
+    arrays, latent = call.arrays, call.options["latent"]
     eight = next((name for name in "qk" if of_eight(arrays[name])), None)
-    if eight or "page_table" in arrays:
-        what = f"{eight} has dtype {name_of(arrays[eight])}, of which" if eight else "page_table is given, with which"
+    if eight or "page_table" in arrays or latent is not None:
+        what = f"latent is {latent}, of which" if latent is not None else "page_table is given, with which"
+        what = f"{eight} has dtype {name_of(arrays[eight])}, of which" if eight else what
         raise TypeError(f"{what} there is a forward alone, but a gradient is wanted; call under torch.no_grad()")
 
 

@@ -28,9 +28,9 @@ _NONE: list[Any] = [None]  # one that is not given: an empty list AOTInductor ha
 # The options that the operators have, in the order of OPTIONS, and their types in a schema; a Scalar may be a symbol.
 _TYPES = {
     "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
-    "block_mask": "SymInt[]?", "at": "SymInt[]?", "dropout": "Scalar", "out_dtype": "str?", "out_scale": "Scalar",
-    "layout": "str", "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "batch_invariant": "bool",
-    "deterministic": "bool",
+    "block_mask": "SymInt[]?", "at": "SymInt[]?", "latent": "SymInt?", "dropout": "Scalar", "out_dtype": "str?",
+    "out_scale": "Scalar", "layout": "str", "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?",
+    "batch_invariant": "bool", "deterministic": "bool",
 }  # fmt: skip
 
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
@@ -67,7 +67,7 @@ def operator(of: Pass) -> Any:
 
 def schema(of: Pass) -> str:
     optional = {row.name for row in of.rows if row.optional}
-    optional |= {x for row in ARRAYS for x in (row.name, f"t{row.name}")}
+    optional |= {x for row in ARRAYS for x in (row.name, f"t{row.name}")} | {"v"}  # which latent attention has not
     tensors = [f"Tensor{'?' * (name in optional)} {name}" for name in names_of(of)]
     lists = [f"Tensor?[] {name}" for name in lists_of(of)]
     options = [*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family", "bool check"]

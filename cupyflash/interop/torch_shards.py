@@ -22,7 +22,7 @@ kind = "DTensor"
 Names = Sequence[str | None]  # what the axes of an array are
 _AXES = {"b": "batch", "h": "head", "s": None, "d": None}
 _TAKEN = ("q", "k", "v", "key_mask", "mask", "bias", "alibi_slopes", "sinks")
-_NUMBERED = ("score", "block_mask", "at", "dropout")  # options that know entries and heads by their numbers
+_REFUSED = ("score", "block_mask", "at", "dropout", "latent")  # most know entries and heads by their numbers
 _LOCAL = "call with what to_local() gives, as torch.distributed.tensor.experimental.local_map does"
 
 
@@ -51,7 +51,7 @@ def run(call: Call) -> Any:
     arrays, options = call.arrays, call.options
     if call.of is not FORWARD:
         raise TypeError(f"q is a DTensor, which attention alone takes; {_LOCAL}")
-    for name in (*(x for x in _NUMBERED if options[x]), *(x for x in arrays if x not in _TAKEN), *call.targets):
+    for name in (*(x for x in _REFUSED if options[x]), *(x for x in arrays if x not in _TAKEN), *call.targets):
         raise ValueError(f"{name} is given, which goes with no DTensors; {_LOCAL}")
     q, k, v = (arrays[name] for name in "qkv")
     layout = check_layout(options["layout"])

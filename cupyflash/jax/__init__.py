@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from .. import api
+from ..latent import operands
 from ..later import later
 from ..problem import ARRAYS, check_flag
 from ..signature import like
@@ -29,7 +30,9 @@ else:
 
 
 @like(api.attention, without=("out",))
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = False, **options: Any) -> Any:
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array | None = None, *, return_lse: bool = False, **options: Any
+) -> Any:
     """Exact attention on JAX arrays, traced or not, twice differentiable by q, k, v, bias, alibi_slopes, sinks and
     what is in score_arrays: in forward mode, in reverse mode, or in both.
 
@@ -45,13 +48,14 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
         their gradients that have an axis of vmap, in forward mode or in a second derivative.
     """
     check_flag("return_lse", return_lse)
+    required = operands(options.get("latent"), v)
     arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS}}
     if isinstance(arrays["seed"], Integral):
         del arrays["seed"]
     read = options.get("score_arrays")
     arrays |= {f"score_arrays[{name!r}]": x for name, x in read.items()} if isinstance(read, Mapping) else {}
     for name, x in arrays.items():
-        if not isinstance(x, jax.Array) and (name in "qkv" or not (x is None or isinstance(x, np.ndarray))):
+        if not isinstance(x, jax.Array) and (name in required or not (x is None or isinstance(x, np.ndarray))):
             more = "" if name in "qkv" else " or a numpy.ndarray"
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a jax.Array{more}")
     return api.attention(q, k, v, return_lse=return_lse, **options)

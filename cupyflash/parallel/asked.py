@@ -30,8 +30,8 @@ ALIGNED = 16  # rows at whose multiples parts begin under dropout
 _RANKS = (2, 3, 4)  # of q, k and v
 _PARALLEL = ("rows", "key_rows", "exchange", "groups", "stretches")
 _LATER = (  # of `attention`, and not taken here
-    "at", "out_dtype", "out_scale", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k",
-    "page_table", "max_seqlen_q", "max_seqlen_k", "batch_invariant", "check", "out", "grads", "add",
+    "at", "latent", "out_dtype", "out_scale", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k",
+    "seqlens_k", "page_table", "max_seqlen_q", "max_seqlen_k", "batch_invariant", "check", "out", "grads", "add",
 )  # fmt: skip
 
 

@@ -129,6 +129,10 @@ def tune(
     k = q if k is None else k
     if (of_k := as_view("k", k, dtype, arch.name).dtype) in EIGHT:
         raise ValueError(f"k has dtype {of_k}, and caches of 8 bits are not tuned; their tiles are the table's own")
+    if given.get("latent") is not None:
+        raise ValueError(
+            f"latent is {given['latent']}, and latent attention is not tuned; its tiles are the table's own"
+        )
     asked = {name: given.pop(name) for name in complete({}) if name in given}
     given["seed"], _ = rules.seed_of(given.get("seed"), 0.0)  # a number changes nothing
     read = views_of_score(given.pop("score_arrays", None), arch.name)

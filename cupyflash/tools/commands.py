@@ -137,7 +137,8 @@ def attend(
     if output.exists() and not overwrite:
         raise ValueError(f"--output is {output}, which exists; --overwrite replaces it")
     # A number given as --seed is there in place of the array of --input.
-    inputs = {name: x for name, x in _read(file, single).items() if name not in options}
+    read_from = _read(file, single, "qk" if options.get("latent") is not None else "qkv")
+    inputs = {name: x for name, x in read_from.items() if name not in options}
     if options.get("dropout") and "seed" not in {**inputs, **options}:
         raise ValueError(
             f"--dropout is {options['dropout']}, but there is no seed; give --seed, a whole number or a file of one"
@@ -372,7 +373,7 @@ def bench(
     )
 
 
-def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
+def _read(file: Path | None, single: dict[str, Path | None], required: str) -> dict[str, Any]:
     """The arrays from one file or from single files; an optional array in a file of its own goes with either."""
     from ..problem import ARRAYS
     from . import files
@@ -388,7 +389,7 @@ def _read(file: Path | None, single: dict[str, Path | None]) -> dict[str, Any]:
     for name, path in single.items():
         if path is not None:
             arrays[name] = _array(flag(name), name, path)
-    missing = [name for name in ("q", "k", "v") if name not in arrays]
+    missing = [name for name in required if name not in arrays]
     if missing:
         where = f" in {file}, which holds {_some(held)}" if file is not None else ""
         raise ValueError(f"no {' and no '.join(missing)}{where}; give --q, --k and --v, or --input with all three")
@@ -455,14 +456,14 @@ def _shapes(
     options: dict[str, Any],
     sequences: int | None,
     eight: bool = False,
-) -> tuple[tuple[Shape, Shape, Shape], dict[str, Any]]:
-    """Shapes of q, k, v, and of the optional arrays that are to be there."""
+) -> tuple[tuple[Shape, Shape, Shape | None], dict[str, Any]]:
+    """Shapes of q, k, v (None: that of k), and of the optional arrays that are to be there."""
     from .shapes import of_arrays
 
     q = _shape("--shape", shape)
     k = q if kv_shape is None else _shape("--kv-shape", kv_shape)
     v = k if v_shape is None else _shape("--v-shape", v_shape)
-    if not arrays and sequences is None:
-        return (q, k, v), {}
-    found = of_arrays(arrays, q, k, v, options["layout"], sequences, eight)
-    return (q, k, v), found
+    found = {}
+    if arrays or sequences is not None:
+        found = of_arrays(arrays, q, k, v, options["layout"], sequences, eight)
+    return (q, k, None if v_shape is None else v), found

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import interop, lengths, rules
+from .. import cached, interop, lengths, rules
+from .. import latent as of_latent
 from .. import tangents as of_tangents
 from ..gradients import apart, check_wrt
 from ..passes import FORWARD, JVP, PASSES, Pass, pass_named
@@ -168,12 +169,15 @@ def explain(
     dtypes = dict.fromkeys("kv", eight_name(kv_dtype)) if kv_dtype is not None else {}
     of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtypes.get("k", dtype), arch)
     given |= rules.fold_descales(asked, of_q, of_k, descales)
+    of_latent.operands(given.get("latent"), v)
     arrays = {"q": q, "k": k, "v": k if v is None else v, **{name: given.get(name) for name in ARRAY_RULES}}
     views = {name: as_view(name, x, dtypes.get(name, dtype), arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
+    views = of_latent.with_view(views, asked)
     problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
+    of_latent.refuse(problem.latent, what)
     if what is not FORWARD:
-        rules.refuse_float8(problem.dtype, what, problem.cache_dtype)
+        cached.refuse_float8(problem.dtype, what, problem.cache_dtype)
         lengths.refuse_pages(problem, what)
     wanted = check_wrt(wrt, arrays, problem.score)
     views |= {x.key: read[x.name] for x in (problem.score.arrays if problem.score else ())}
@@ -425,7 +429,7 @@ def bytes_moved(problem: AttentionProblem, views: dict[str, View], of: Pass) -> 
     rows = (p.rows_q if p.rows_q is not None else p.batch * p.seq_q) * p.heads_q
     q, o = rows * p.dim, rows * p.dim_v
     keys = p.rows_k if p.rows_k is not None else 0 if p.has("seqlens_k") else p.batch * p.seq_k  # of caches unknown
-    k, v = (keys * p.heads_k * d for d in (p.dim, p.dim_v))
+    k, v = (keys * p.heads_k * d for d in (p.dim, p.dim_v if p.latent is None else 0))
     size, of_k, of_out = ITEMSIZE[p.dtype], ITEMSIZE[p.cache_dtype or p.dtype], o * ITEMSIZE[p.result_dtype]
     sizes = {"q": q * size, "k": k * of_k, "v": v * of_k, "out": of_out, "lse": rows * ITEMSIZE[p.lse_dtype]}
     sizes |= {f"{d}{name}": n for d in ("d", "t", "td") for name, n in sizes.items()}

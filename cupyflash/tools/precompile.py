@@ -16,6 +16,7 @@ from ..gpu.device import Arch
 from ..gpu.plan import KernelPlan, plan
 from ..gpu.programs import program
 from ..gpu.source import generate
+from ..latent import refuse
 from ..lengths import refuse_pages
 from ..passes import BACKWARD, FORWARD, Pass
 from ..problem import ARRAY_RULES, FLOAT8, LAYOUTS, AttentionProblem, View, contiguous
@@ -68,7 +69,8 @@ def jobs(
     found: dict[tuple[str, str], Job] = {}
     for arch, dtype in product(archs, [dtype_name(dtype) or "" for dtype in dtypes]):
         dims = head_dims or HEAD_DIMS.get(dtype, (64, 128, 256))
-        only = dtype == FLOAT8 or "page_table" in arrays or kv_dtype is not None
+        latent = options.get("latent")
+        only = dtype == FLOAT8 or "page_table" in arrays or kv_dtype is not None or latent is not None
         taken = [FORWARD] if only and FORWARD in passes else passes
         for dim, banded, of, sizes in product(dims, causal, taken, (*_SIZES, *_FEW)):
             if of is BACKWARD and sizes in _FEW:
@@ -81,6 +83,7 @@ def jobs(
             problem = describe(x, k, k, causal=banded, **given, **options)
             if of is not FORWARD:
                 refuse_pages(problem, of)
+                refuse(latent, of)
             job = Job(problem, of, plan(problem, Arch.of(arch), of, family))
             found.setdefault((job.plan.arch, generate(job.plan)), job)
     return list(found.values())

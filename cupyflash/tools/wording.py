@@ -14,6 +14,7 @@ def queries(p: AttentionProblem, rank: int) -> str:
 
 def keys_and_values(p: AttentionProblem, rank: int) -> str:
     columns = f"{p.dim}, {p.dim_v}" if p.dim_v != p.dim else p.dim
+    columns = columns if p.latent is None else f"{p.dim}, v the first {p.dim_v}"
     of = _as_given(rank, " x ", *_rows_of_k(p), p.heads_k, columns)
     return f"{of} {p.cache_dtype}" if p.cache_dtype else of
 

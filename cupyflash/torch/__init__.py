@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import api, interop
+from ..latent import operands
 from ..signature import like
 from .multihead import MultiheadAttention
 from .sdpa import scaled_dot_product_attention
@@ -32,7 +33,7 @@ interop.library("q", torch.empty(0))  # makes the operators known, for programs 
 
 
 @like(api.attention)
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **options: Any) -> Any:
     """Exact attention on tensors, differentiable with respect to q, k, v, bias, alibi_slopes, sinks and score_arrays.
 
     Takes and returns what `cupyflash.attention` does, out and lse both differentiable, also under torch.compile,
@@ -49,7 +50,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
     RuntimeError, NotImplementedError
         For a third derivative, and for forward mode of forward mode.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in zip(operands(options.get("latent"), v), (q, k, v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
     return api.attention(q, k, v, **options)

@@ -1,20 +1,16 @@
 // The Hopper forward's tiles in shared memory, what a launch is made of, and the producer: TMA
 // brings Q, K and V tiles as far ahead as the rings in shared memory reach.
 #pragma once
-#include "attention/pairs.cuh"
+#include "sm90/forward_schedule.cuh"
 #include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"
-#include "sm90/shares_by_length.cuh"
 #include "sm90/tangent_maps.cuh"
-#include "sm90/tile_schedule.cuh"
 #include "sm90/turned_values.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
 
 using namespace config;
 
-constexpr int ROWS = 64 * WARPGROUPS;
-constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;  // warps that read what is loaded
 
@@ -54,63 +50,6 @@ using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 
-// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which
-// are also those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
-constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
-
-static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
-
-// Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks.
-// (Others that waited could come so late that a phase of the same parity is the next but one.)
-constexpr int LOADERS = PAGED || BY_LENGTH ? 32 : 1;
-__device__ inline bool leads() { return LOADERS == 1 || threadIdx.x == 0; }
-
-// Where the keys of a tile lie, of K as of V. In pages they are so many boxes of which none has rows of two, and a lane
-// looks up the page of one.
-template <bool IN_PAGES>
-struct KeyPlaces {
-    __device__ void look_up(const Params&, const Head&, int) {}
-    template <class Tile>
-    __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
-                         int column = 0) const {
-        if (leads()) tile.load(map, barrier, head.at_key(p, key, column));
-    }
-};
-template <>
-struct KeyPlaces<true> {
-    static constexpr int BOXES = KEYS / KEY_BOX;
-    static_assert(BOXES <= LOADERS && KEYS % KEY_BOX == 0);
-
-    int row, page;
-
-    template <class Given>
-    __device__ void look_up(const Given& p, const Head& head, int key) {
-        int lane = threadIdx.x % 32;
-        InMap at = head.at_paged_key(p, key + min(lane, BOXES - 1) * KEY_BOX);
-        row = at.row, page = at.batch;
-    }
-    template <class Tile>
-    __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head,
-                         int column = 0) const {
-        constexpr int TOGETHER = BOXES % 4 ? BOXES : 4;
-        __syncwarp();  // the first thread has waited for all
-        for (int first = 0; first < BOXES; first += TOGETHER) {
-            int rows[TOGETHER], pages[TOGETHER];
-#pragma unroll
-            for (int n = 0; n < TOGETHER; n++)
-                rows[n] = __shfl_sync(~0u, row, first + n), pages[n] = __shfl_sync(~0u, page, first + n);
-            if (elected()) {
-#pragma unroll
-                for (int n = 0; n < TOGETHER; n++) {
-                    InMap at = head.in_page(rows[n], pages[n]).down(0, column);
-                    tile.from((first + n) * KEY_BOX).load(map, barrier, at);
-                }
-            }
-        }
-    }
-};
-using KeyPlace = KeyPlaces<PAGED>;
-
 // Tensor cores take numbers of 8 bits along rows alone: there V comes turned, a row for each of its columns.
 template <bool TURNED>
 struct Values {
@@ -135,59 +74,6 @@ using VTile = Values<TURNED>::Tile;
 constexpr bool WITH_V = TQ || TK || !TV;
 constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, K_BYTES = (1 + TK) * KTile::BYTES,
               V_BYTES = (WITH_V + TV) * VTile::BYTES;
-
-using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
-
-// V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where
-// it begins:
-__device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile.part * DIM_V : 0; }
-
-// Each tile so many times, with a part of the columns of V; SHARES: with a share of its keys.
-struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
-    using Whole = PackSchedule<HEAD_ROWS, PACK>;
-
-    __device__ TileSchedule(const Params& p) : Whole(p) {}
-    __device__ int total() const { return Whole::total() * V_PARTS * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
-    __device__ Tile tile(int number) const {
-        if constexpr (!SHARES && V_PARTS == 1) return Whole::tile(number);
-        int of_part = number / V_PARTS, shares = SHARES ? p.shares : 1;
-        Tile tile = Whole::tile(of_part / shares);
-        tile.part = number % V_PARTS;
-        if (SHARES) tile.share = of_part % shares;
-        return tile;
-    }
-};
-
-// BY_LENGTH: the same by numbers that only grow, of which there are so many as lengths say.
-struct SharesInTurn {
-    const TileSchedule& schedule;
-    SharesByLength shares;
-    SharesByLength::Found found;
-
-    __device__ SharesInTurn(const Params& p, const TileSchedule& schedule)
-        : schedule(schedule), shares{p, schedule.tiles * schedule.heads} {}
-    __device__ bool has(int number) { return shares.find(number, found); }
-    // Of the number that has() has found.
-    __device__ Tile tile() const {
-        int heads = schedule.heads;
-        Tile tile = schedule.Whole::tile(TileIndex{found.batch * heads + found.tile % heads, found.tile / heads});
-        tile.share = found.share;
-        return tile;
-    }
-    // Where has() has said no.
-    __device__ int total() const { return shares.before; }
-};
-
-// Into how many shares the keys of a head are cut.
-__device__ inline int shares_of(const Params& p, const Head& head) {
-    return BY_LENGTH ? shares_of_keys(head.keys(p)) : p.shares;
-}
-
-// Over the key tiles of a tile, or of its share.
-__device__ inline TileWalk walk_of(const Params& p, const Tile& tile) {
-    TileWalk walk(p, tile.head, tile.queries);
-    return SHARES ? walk.share(tile.share, shares_of(p, tile.head)) : walk;
-}
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
 static_assert(!(PAIR_ARRAYS || walk::LISTED || DROPOUT) || PACK == 1);

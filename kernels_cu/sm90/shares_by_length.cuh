@@ -8,9 +8,9 @@ using namespace config;
 
 constexpr bool BY_LENGTH = SHARE_TILES > 0;
 
-// Shares of a sequence that has so many keys; one without any has one.
-__device__ inline int shares_of_keys(int keys) {
-    return max(1, tiles_in(tiles_in(keys, KEYS), BY_LENGTH ? SHARE_TILES : 1));
+// Shares of `size` key tiles at most of a sequence that has so many keys; one without any has one.
+__device__ inline int shares_of_keys(int keys, int size = BY_LENGTH ? SHARE_TILES : 1) {
+    return max(1, tiles_in(tiles_in(keys, KEYS), size));
 }
 
 // Shares of tiles are numbered by sequences, of which those that are cut come first, since their shares are longer; of
@@ -20,6 +20,7 @@ struct SharesByLength {
     int wide;        // tiles of queries of all heads of a sequence
     int place = 0;   // all sequences, as those that are cut, and again, as those that are not
     int before = 0;  // numbers of the places in front
+    int size = BY_LENGTH ? SHARE_TILES : 1;  // key tiles of a share, at most
 
     // What a number is: a tile of a sequence, and which share.
     struct Found {
@@ -52,7 +53,7 @@ struct SharesByLength {
    private:
     __device__ int shares_at(int place) const {
         if (place >= 2 * p.batch) return 0;
-        int shares = shares_of_keys(Head::of(p, place % p.batch, 0, 0).keys(p));
+        int shares = shares_of_keys(Head::of(p, place % p.batch, 0, 0).keys(p), size);
         return (shares > 1) == (place < p.batch) ? shares : 0;
     }
 };
