@@ -113,7 +113,7 @@ def attention_append(
         else:
             arrays[name] = x
     if numbers:
-        options["numbers"] = numbers
+        options["numbers"] = tuple(numbers.items())
     given = options | {"rotary_interleaved": rotary_interleaved, "return_lse": return_lse, "check": check}
     lib: Any = interop.library("k_cache", k_cache)
     traced = lib.kind == "torch" and lib.traced(k_cache)
@@ -136,7 +136,7 @@ class _Asked(NamedTuple):
         own = ("rotary_interleaved", "return_lse", "check", "numbers")
         options = {name: x for name, x in given.items() if name not in own}
         interleaved, return_lse = (check_flag(name, given[name]) for name in own[:2])
-        numbers = given.get("numbers", {})
+        numbers = dict(given.get("numbers", ()))
         for name in options:
             if name not in (*_OPTIONS, *_ARRAYS, "score_arrays", "family", "out"):
                 raise unexpected("attention_append", name, inspect.signature(attention_append).parameters)
@@ -235,7 +235,8 @@ class _Alike(NamedTuple):
             return done and ()
         totals, turned = done
         of = {"q": turned if self.turns else arrays["q"], "k": arrays["k_cache"], "v": arrays["v_cache"]}
-        of |= {name: arrays[name] for name in ("cu_seqlens_q", "page_table") if arrays[name] is not None}
+        named = ("cu_seqlens_q", "page_table", *cached.SCALES)
+        of |= {name: arrays[name] for name in named if arrays.get(name) is not None}
         return _attended(self.call.but(arrays=of | {"seqlens_k": totals}))
 
 
@@ -261,7 +262,7 @@ def _class(arrays: Arrays, options: dict[str, Any]) -> Any:
     bits = [0, 0]
     try:
         for name, x in given.items():
-            bits[name.startswith("rotary")] |= 0 if name in INTEGERS else lib.pointer(x)
+            bits[name.startswith("rotary")] |= 0 if name in (*INTEGERS, *cached.SCALES) else lib.pointer(x)
         key = cls, *options.items(), *kinds, *given, *map(lib.signature, given.values()), bits[0] & 15, bits[1] & 15
         hash(key)
     except (RuntimeError, TypeError):  # of a sparse tensor; of a list in a tuple
