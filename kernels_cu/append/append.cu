@@ -3,7 +3,8 @@
 // these are turned. In caches of 8 bits (EIGHT) numbers are divided by a scale and rounded; by a scale of the row's own
 // (K_ROW_SCALES, V_ROW_SCALES) where each has one, which LANES neighbours find together and one of them writes.
 // Bound by memory and by the way to it: all that a row is looked up by is on its way while what it holds is. Its Params
-// are its own (cupyflash/gpu/append.py). Nothing that lengths, offsets, pages or slots hold leads outside of the caches.
+// are its own (cupyflash/gpu/append.py). Nothing that lengths, offsets, pages or slots hold leads outside of the
+// caches.
 #include "ptx/convert.cuh"
 
 using Number = unsigned long long;  // in which sums of nonsense wrap, and are looked at then

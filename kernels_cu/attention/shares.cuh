@@ -3,6 +3,7 @@
 // and `attention_combine` makes one row of each: with lse = log sum exp(lse_n), O = sum exp(lse_n - lse) O_n.
 #pragma once
 #include "attention/pairs.cuh"
+#include "attention/share_count.cuh"
 #include "attention/tiles.cuh"
 #include "tile/rows.cuh"
 
@@ -13,14 +14,14 @@ __device__ inline long long share_row(const Params& p, int share, long long row)
     return Sequence::all_query_numbers(p, share) + row;
 }
 
-// One row of COLUMNS, by a warp; of(head): how many shares there are of its keys.
-template <int COLUMNS, class F>
-__device__ inline void combine_shares(const Params& p, long long row, F of) {
+// One row of COLUMNS, by a warp.
+template <int COLUMNS>
+__device__ inline void combine_shares(const Params& p, long long row) {
     static_assert(COLUMNS % 4 == 0);
     int lane = threadIdx.x % 32;
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
-    auto shares = [&] { return of(head); };
+    auto shares = [&] { return shares_of(p, head); };
     Accum alone = MINUS_INFINITY;
     if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
@@ -77,14 +78,10 @@ __device__ inline void combine_shares(const Params& p, long long row, F of) {
 }
 
 // What is launched where keys are dealt out: a warp for each row.
-template <int COLUMNS, class F>
-__device__ inline void combine_all_shares(const Params& p, F of) {
-    if constexpr (SHARES) {
-        long long row = blockIdx.x * 4ll + threadIdx.x / 32;
-        if (row < Sequence::all_query_numbers(p)) combine_shares<COLUMNS>(p, row, of);
-    }
-}
 template <int COLUMNS>
 __device__ inline void combine_all_shares(const Params& p) {
-    combine_all_shares<COLUMNS>(p, [&](const Head&) { return p.shares; });
+    if constexpr (SHARES) {
+        long long row = blockIdx.x * 4ll + threadIdx.x / 32;
+        if (row < Sequence::all_query_numbers(p)) combine_shares<COLUMNS>(p, row);
+    }
 }

@@ -464,10 +464,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_co
 
 // Launched where keys are dealt out in shares.
 extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
-    if constexpr (BY_LENGTH)
-        combine_all_shares<DIM_V>(p, [&](const Head& head) { return shares_of(p, head); });
-    else
-        combine_all_shares<V_PARTS * DIM_V>(p);
+    combine_all_shares<V_PARTS * DIM_V>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
