@@ -288,8 +288,9 @@ def test_on_a_gpu(form: str, way: str, eight: str, rng: np.random.Generator, mon
         found, arrays = drawn.call(lambda name, x: to_gpu(x))
         for name in drawn.written:
             assert_alike(of_tensor(arrays[name]), theirs[name])
-        for x, y in zip(found or (), want or ()):
-            np.testing.assert_allclose(of_tensor(x).astype("f4"), y.astype("f4"), atol=0.05, rtol=0.05)
+        for x, y in zip(found or (), want or ()):  # scores are large here: what they are rounded to shows
+            found_x, want_x = of_tensor(x).astype("f4"), y.astype("f4")
+            np.testing.assert_allclose(found_x, want_x, atol=0.05 * np.abs(want_x[np.isfinite(want_x)]).max())
     assert len(ran) == 2
 
 
