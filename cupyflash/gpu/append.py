@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .. import cached
@@ -191,24 +192,30 @@ class Prepared:
         read += [name for name in scales if name not in of_rows]
         self._pairs = [*itertools.combinations(self._written, 2), *itertools.product(read, self._written)]
         self._reach = {name: extent(views[name]._replace(ptr=0)) for name in (*read, *self._written)}
-        self._shared: dict[tuple[str, str, int], bool] = {}
+        self._apart: set[tuple[int, ...]] = set()  # addresses at which they were seen to share nothing
+        like = [views.get(name) for name in ("seqlens_k", "q")]
+        self._makes = [x and (x.shape, x.dtype) for x in like]
+        # Of the arrays' addresses, those of what is made, and a 0 behind them.
+        found = {name: n for n, name in enumerate((*views, "totals", "turned"))}
+        order = ("k_new", "v_new", "q", *_CACHES, "turned", *cached.SCALES, *_GIVEN, "totals")
+        self._in_order = itemgetter(*[found.get(name, -1) for name in order])
 
     def run(self, arrays: Mapping[str, Any]) -> tuple[Any | None, Any | None] | None:
         """Write, on the current stream of the arrays' library. Lengths behind the call, where there are lengths, and
         the q that is given, turned; None, and nothing is done, where arrays share memory."""
-        lib, views, ordinal = self._lib, self._views, self._lib.device(arrays["k_cache"])
-        at = {name: lib.pointer(arrays[name]) for name in views}
-        if any(self._share(x, y, at) for x, y in self._pairs):
-            return None  # one thread waits for no other
-        totals, q = (
-            lib.empty(views[name].shape, views[name].dtype, ordinal) if name in views else None
-            for name in ("seqlens_k", "q")
-        )
-        given = [at.get(name, 0) for name in ("k_new", "v_new", "q", *_CACHES)]
-        given.append(0 if q is None else lib.pointer(q))
-        given += [at.get(name, 0) for name in (*cached.SCALES, *_GIVEN)]
-        given.append(0 if totals is None else lib.pointer(totals))
-        self._appending.launch(given, ordinal, lib.stream(ordinal))
+        lib, ordinal = self._lib, self._lib.device(arrays["k_cache"])
+        pointer = lib.pointer
+        addresses = tuple([pointer(arrays[name]) for name in self._views])
+        if addresses not in self._apart:
+            at = dict(zip(self._views, addresses))
+            if any(self._share(x, y, at) for x, y in self._pairs):
+                return None  # one thread waits for no other
+            if len(self._apart) >= _MOST_KEPT:
+                self._apart.clear()
+            self._apart.add(addresses)
+        totals, q = [None if x is None else lib.empty(*x, ordinal) for x in self._makes]
+        made = [0 if x is None else pointer(x) for x in (totals, q)]
+        self._appending.launch(self._in_order((*addresses, *made, 0)), ordinal, lib.stream(ordinal))
         for name in self._written:
             lib.written(arrays[name])
         return totals, q
@@ -219,12 +226,7 @@ class Prepared:
         apart = at[y] - at[x]
         if other_first + apart >= end or first >= other_end + apart:
             return False
-        key = x, y, apart
-        if key not in self._shared:
-            if len(self._shared) >= _MOST_KEPT:
-                self._shared.clear()
-            self._shared[key] = overlap(*(self._views[name]._replace(ptr=at[name]) for name in (x, y)))
-        return self._shared[key]
+        return overlap(*(self._views[name]._replace(ptr=at[name]) for name in (x, y)))
 
 
 def prepare(
