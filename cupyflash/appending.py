@@ -154,19 +154,16 @@ class _Asked(NamedTuple):
 def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
     """Where PyTorch follows the call: by an operator that writes, and that of attention."""
     asked = _Asked.of(arrays, given)
-    if cached.of_eight(arrays["k_cache"]):
-        raise TypeError(
-            f"k_cache has dtype {cached.name_of(arrays['k_cache'])}; attention_append to caches of 8 bits is not "
-            "traced by torch.compile: call it outside"
-        )
     lib, arrays = _of_one_library(asked.arrays)
     check = check_flag("check", asked.check)
-    totals, turned = lib.append(arrays, asked.layout, asked.interleaved, check)  # type: ignore[attr-defined]
+    of_torch: Any = lib
+    totals, turned = of_torch.append(arrays, asked.layout, asked.interleaved, check, asked.numbers)
     if "q" not in arrays:
         return None
     q = turned if "rotary[0]" in arrays else arrays["q"]
     of: dict[str, Any] = {name: arrays[name] for name in ("cu_seqlens_q", "page_table") if name in arrays}
-    of |= {"seqlens_k": totals, "return_lse": asked.return_lse}
+    of |= {"seqlens_k": totals, "return_lse": asked.return_lse, **asked.numbers}
+    of |= {name: arrays[name] for name in cached.SCALES if name in arrays}
     return attention(q, arrays["k_cache"], arrays["v_cache"], **of, **asked.options)
 
 
