@@ -210,7 +210,8 @@ def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, k
     k, v, *scales = done.changed or (arrays["k_cache"], arrays["v_cache"])
     of = adopted | {"q": done.q if turns else adopted["q"], "k": k, "v": v, "seqlens_k": done.totals}
     of |= zip([name for name in cached.SCALES if cached.of_rows(arrays.get(name), k)], scales)
-    return (*_attended(call.but(arrays=of, targets=targets)), *done.changed)
+    follows = done.prepared is not None
+    return (*_attended(call.but(arrays=of, targets=targets, follows=follows)), *done.changed)
 
 
 def _one_or_all(found: tuple[Array, ...]) -> Any:
@@ -234,7 +235,7 @@ class _Alike(NamedTuple):
         of = {"q": turned if self.turns else arrays["q"], "k": arrays["k_cache"], "v": arrays["v_cache"]}
         named = ("cu_seqlens_q", "page_table", *cached.SCALES)
         of |= {name: arrays[name] for name in named if arrays.get(name) is not None}
-        return _attended(self.call.but(arrays=of | {"seqlens_k": totals}))
+        return _attended(self.call.but(arrays=of | {"seqlens_k": totals}, follows=True))
 
 
 _alike: dict[Any, _Alike] = {}

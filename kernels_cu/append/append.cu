@@ -6,6 +6,7 @@
 // are its own (cupyflash/gpu/append.py). Nothing that lengths, offsets, pages or slots hold leads outside of the
 // caches.
 #include "ptx/convert.cuh"
+#include "ptx/launch.cuh"
 
 using Number = unsigned long long;  // in which sums of nonsense wrap, and are looked at then
 using Integer = long long;
@@ -145,6 +146,7 @@ __device__ void store_eight(const Params& p, int which, Kept* row, const Place& 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_append(const __grid_constant__ Params p) {
+    let_next_kernel_start();
     if (blockIdx.x >= p.blocks) {  // of rows
         Integer sequence = Integer(blockIdx.x - p.blocks) * THREADS + threadIdx.x;
         if (sequence < p.sequences) write_length(p, sequence);

@@ -5,6 +5,7 @@
 #include "attention/pairs.cuh"
 #include "attention/share_count.cuh"
 #include "attention/tiles.cuh"
+#include "ptx/launch.cuh"
 #include "tile/rows.cuh"
 
 using namespace config;
@@ -81,6 +82,7 @@ __device__ inline void combine_shares(const Params& p, long long row) {
 template <int COLUMNS>
 __device__ inline void combine_all_shares(const Params& p) {
     if constexpr (SHARES) {
+        wait_for_kernel_before();
         long long row = blockIdx.x * 4ll + threadIdx.x / 32;
         if (row < Sequence::all_query_numbers(p)) combine_shares<COLUMNS>(p, row);
     }

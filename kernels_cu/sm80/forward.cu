@@ -333,6 +333,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
     QuerySchedule schedule(p);
     int number = blockIdx.x, share = 0;
     if constexpr (BY_LENGTH) {  // every tile's first one before the second of any: some have no more

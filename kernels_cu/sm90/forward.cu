@@ -482,6 +482,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         tma_prefetch(maps.v);
     }
     __syncthreads();
+    let_next_kernel_start();
+    wait_for_kernel_before();
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();

@@ -117,8 +117,9 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
         share_tiles, share = 0, 1 if problem.batch_invariant else shares.shares(problem, tiles, arch.sms).number
         if not problem.batch_invariant and problem.seq_q <= t.rows:
             share_tiles, share = shares.by_length(problem, as_dense(problem), t.keys, share)
-        launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size)
-        launches = (*split, launch, *shares.combine(problem, share))
+        waits = arch.cc >= 90
+        launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size, waits=waits)
+        launches = (*split, launch, *shares.combine(problem, share, waits))
         return KernelPlan(
             **common,
             source="sm80/forward.cu",
