@@ -170,7 +170,10 @@ def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
 def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     """As `attention_append`, of its arrays and everything else by name."""
     key = _class(arrays, options)
-    known = None if key is None else _alike.get(key)
+    try:
+        known = None if key is None else _alike.get(key)
+    except TypeError:  # of a list in a tuple
+        key = known = None
     if known is not None and (done := known.run(arrays)) is not None:
         return _one_or_all(done)
     asked = _Asked.of(arrays, options)
@@ -240,6 +243,7 @@ class _Alike(NamedTuple):
 
 _alike: dict[Any, _Alike] = {}
 _MOST = 1024
+_TURNED, _OF_ANY_PLACE = ("rotary[0]", "rotary[1]"), frozenset((*INTEGERS, *cached.SCALES))
 _PLAIN = frozenset((bool, int, float, str, type(None), tuple))
 
 
@@ -247,25 +251,22 @@ def _class(arrays: Arrays, options: dict[str, Any]) -> Any:
     """What is the same of calls that run alike; None where there is something that each call must look at."""
     cls, given = type(arrays["k_cache"]), {name: x for name, x in arrays.items() if x is not None}
     lib: Any = interop.known(cls)
-    if (
-        lib is None
-        or "seed" in options
-        or options["check"] is not False
-        or any(type(x) is not cls for x in given.values())
-    ):
+    if lib is None or "seed" in options or options["check"] is not False or {*map(type, given.values())} != {cls}:
         return None
     kinds = (*map(type, options.values()),)
     if not _PLAIN.issuperset(kinds) or writing.on_kernel(lib, given) is None or asked_for(False):
         return None
-    bits = [0, 0]
+    pointer, bits, of_angles = lib.pointer, 0, 0
     try:
         for name, x in given.items():
-            bits[name.startswith("rotary")] |= 0 if name in (*INTEGERS, *cached.SCALES) else lib.pointer(x)
-        key = cls, *options.items(), *kinds, *given, *map(lib.signature, given.values()), bits[0] & 15, bits[1] & 15
-        hash(key)
-    except (RuntimeError, TypeError):  # of a sparse tensor; of a list in a tuple
+            if name in _TURNED:
+                of_angles |= pointer(x)
+            elif name not in _OF_ANY_PLACE:
+                bits |= pointer(x)
+        signatures = [*map(lib.signature, given.values())]
+    except (RuntimeError, TypeError):  # of a sparse tensor
         return None
-    return key
+    return cls, *options.items(), *kinds, *given, *signatures, bits & 15, of_angles & 15
 
 
 def _keep(key: Any, done: writing.Written, call: Call | None, turns: bool) -> None:
