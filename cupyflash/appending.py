@@ -118,7 +118,7 @@ def attention_append(
         else:
             arrays[name] = x
     if numbers:
-        options["numbers"] = numbers
+        options["numbers"] = tuple(numbers.items())
     given = options | {"rotary_interleaved": rotary_interleaved, "return_lse": return_lse, "check": check}
     lib: Any = interop.library("k_cache", k_cache)
     traced = lib.kind == "torch" and lib.traced(k_cache)
@@ -141,7 +141,7 @@ class _Asked(NamedTuple):
         own = ("rotary_interleaved", "return_lse", "check", "numbers")
         options = {name: x for name, x in given.items() if name not in own}
         interleaved, return_lse = (check_flag(name, given[name]) for name in own[:2])
-        numbers = given.get("numbers", {})
+        numbers = dict(given.get("numbers", ()))
         for name in options:
             if name not in (*_OPTIONS, *_ARRAYS, "score_arrays", "family", "out"):
                 raise unexpected("attention_append", name, inspect.signature(attention_append).parameters)
@@ -160,20 +160,17 @@ class _Asked(NamedTuple):
 def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
     """Where PyTorch follows the call: by an operator that writes, and that of attention."""
     asked = _Asked.of(arrays, given)
-    if cached.of_eight(arrays["k_cache"]):
-        raise TypeError(
-            f"k_cache has dtype {cached.name_of(arrays['k_cache'])}; attention_append to caches of 8 bits is not "
-            "traced by torch.compile: call it outside"
-        )
     lib, arrays = _of_one_library(asked.arrays)
     arrays = _with_v(arrays)
     check = check_flag("check", asked.check)
-    totals, turned = lib.append(arrays, asked.layout, asked.interleaved, check)  # type: ignore[attr-defined]
+    of_torch: Any = lib
+    totals, turned = of_torch.append(arrays, asked.layout, asked.interleaved, check, asked.numbers)
     if "q" not in arrays:
         return None
     q = turned if "rotary[0]" in arrays else arrays["q"]
     of: dict[str, Any] = {name: arrays[name] for name in ("cu_seqlens_q", "page_table") if name in arrays}
-    of |= {"seqlens_k": totals, "return_lse": asked.return_lse}
+    of |= {"seqlens_k": totals, "return_lse": asked.return_lse, **asked.numbers}
+    of |= {name: arrays[name] for name in cached.SCALES if name in arrays}
     v = arrays["v_cache"] if asked.options.get("latent") is None else None
     return attention(q, arrays["k_cache"], v, **of, **asked.options)
 
@@ -181,7 +178,10 @@ def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
 def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     """As `attention_append`, of its arrays and everything else by name."""
     key = _class(arrays, options)
-    known = None if key is None else _alike.get(key)
+    try:
+        known = None if key is None else _alike.get(key)
+    except TypeError:  # of a list in a tuple
+        key = known = None
     if known is not None and (done := known.run(arrays)) is not None:
         return _one_or_all(done)
     asked = _Asked.of(arrays, options)
@@ -222,7 +222,8 @@ def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, k
     k, v, *scales = done.changed or (arrays["k_cache"], arrays["v_cache"])
     of = adopted | {"q": done.q if turns else adopted["q"], "k": k, "v": v, "seqlens_k": done.totals}
     of |= zip([name for name in cached.SCALES if cached.of_rows(arrays.get(name), k)], scales)
-    return (*_attended(call.but(arrays=of, targets=targets)), *_changed(done, asked))
+    follows = done.prepared is not None
+    return (*_attended(call.but(arrays=of, targets=targets, follows=follows)), *_changed(done, asked))
 
 
 def _one_or_all(found: tuple[Array, ...]) -> Any:
@@ -246,12 +247,14 @@ class _Alike(NamedTuple):
             return done and ()
         totals, turned = done
         of = {"q": turned if self.turns else arrays["q"], "k": arrays["k_cache"], "v": arrays["v_cache"]}
-        of |= {name: arrays[name] for name in ("cu_seqlens_q", "page_table") if arrays[name] is not None}
-        return _attended(self.call.but(arrays=of | {"seqlens_k": totals}))
+        named = ("cu_seqlens_q", "page_table", *cached.SCALES)
+        of |= {name: arrays[name] for name in named if arrays.get(name) is not None}
+        return _attended(self.call.but(arrays=of | {"seqlens_k": totals}, follows=True))
 
 
 _alike: dict[Any, _Alike] = {}
 _MOST = 1024
+_TURNED, _OF_ANY_PLACE = ("rotary[0]", "rotary[1]"), frozenset((*INTEGERS, *cached.SCALES))
 _PLAIN = frozenset((bool, int, float, str, type(None), tuple))
 
 
@@ -259,25 +262,22 @@ def _class(arrays: Arrays, options: dict[str, Any]) -> Any:
     """What is the same of calls that run alike; None where there is something that each call must look at."""
     cls, given = type(arrays["k_cache"]), {name: x for name, x in arrays.items() if x is not None}
     lib: Any = interop.known(cls)
-    if (
-        lib is None
-        or "seed" in options
-        or options["check"] is not False
-        or any(type(x) is not cls for x in given.values())
-    ):
+    if lib is None or "seed" in options or options["check"] is not False or {*map(type, given.values())} != {cls}:
         return None
     kinds = (*map(type, options.values()),)
     if not _PLAIN.issuperset(kinds) or writing.on_kernel(lib, given) is None or asked_for(False):
         return None
-    bits = [0, 0]
+    pointer, bits, of_angles = lib.pointer, 0, 0
     try:
         for name, x in given.items():
-            bits[name.startswith("rotary")] |= 0 if name in INTEGERS else lib.pointer(x)
-        key = cls, *options.items(), *kinds, *given, *map(lib.signature, given.values()), bits[0] & 15, bits[1] & 15
-        hash(key)
-    except (RuntimeError, TypeError):  # of a sparse tensor; of a list in a tuple
+            if name in _TURNED:
+                of_angles |= pointer(x)
+            elif name not in _OF_ANY_PLACE:
+                bits |= pointer(x)
+        signatures = [*map(lib.signature, given.values())]
+    except (RuntimeError, TypeError):  # of a sparse tensor
         return None
-    return key
+    return cls, *options.items(), *kinds, *given, *signatures, bits & 15, of_angles & 15
 
 
 def _keep(key: Any, done: writing.Written, call: Call | None, turns: bool) -> None:

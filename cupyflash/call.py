@@ -24,13 +24,14 @@ class Call:
     return_lse: bool = False  # of a forward
     wrt: tuple[str, ...] = ()  # of gradients: optional arrays of which there shall be some too
     add: bool = False  # of gradients: to what their targets hold
+    follows: bool = False  # a launch of ours, which waited for all before it, is the last one in the stream
     check: bool = False  # whether values of lengths, offsets and pages on a device are looked at first
 
     def but(self, **fields: Any) -> Call:
         """The same call with other fields."""
         call = Call(
             self.lib, self.of, self.arrays, self.options, self.targets, self.seed, self.family, self.return_lse,
-            self.wrt, self.add, self.check,
+            self.wrt, self.add, self.follows, self.check,
         )  # fmt: skip
         for name, x in fields.items():
             setattr(call, name, x)

@@ -37,7 +37,7 @@ def in_slots(
         caches.check_slots(held["slots"], entries * rows)
     if (kernel := on_kernel(lib, arrays)) is not None:
         place = kernel.Place.in_slots(views["slots"].shape, (entries, rows))
-        prepared = kernel.prepare(lib, arrays, place, layout, False)
+        prepared = kernel.prepare(lib, arrays, place, layout, False, numbers)
         if prepared is not None and prepared.run(arrays) is not None:
             return Written(None, None, (), prepared)
     with _device_of(lib, arrays["k_cache"]):
@@ -65,7 +65,7 @@ def behind(
         caches.check_behind(problem, held, rows, turned)
     if (kernel := on_kernel(lib, arrays)) is not None:
         place = kernel.Place.behind(problem, rows, to_bshd(views["k_cache"].shape, layout)[:2])
-        prepared = kernel.prepare(lib, arrays, place, layout, interleaved)
+        prepared = kernel.prepare(lib, arrays, place, layout, interleaved, numbers)
         done = prepared and prepared.run(arrays)
         if done is not None:
             return Written(done[0], done[1], (), prepared)
@@ -83,9 +83,7 @@ def behind(
 
 
 def on_kernel(lib: Any, arrays: Arrays) -> Any:
-    """The module that launches, where arrays lie on a GPU and nobody follows them. (Not for caches of 8 bits.)"""
-    if cached.of_eight(arrays["k_cache"]):
-        return None
+    """The module that launches, where arrays lie on a GPU and nobody follows them."""
     if lib.kind == "cupy" or (
         lib.kind == "torch" and arrays["k_cache"].is_cuda and not lib.recorded([*arrays.values()])
     ):

@@ -2,65 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from append_on_cpu import OnCpu, on_cpu
 from backends import Backend
-from cuda_on_cpu import Launch, as_cpp, cases, compile_all, launch, needs_compiler
+from cuda_on_cpu import cases, needs_compiler
 from on_cpu import Guarded
 from ragged import draw_case
-from reference import DTYPES, draw
+from reference import draw
 from test_appending import Appended, assert_same
 
-from cupyflash import appending, attention_append, interop, writing
+from cupyflash import attention_append, writing
 from cupyflash.gpu import append, compiler
 from cupyflash.gpu.append import NAME, THREADS, Appending, Place, Program, planned
-from cupyflash.interop import numpy_
 from cupyflash.problem import View
 
 
-class OnCpu:
-    """As an adapter of a GPU has it, on NumPy arrays: in the place of NumPy's."""
-
-    device, stream = staticmethod(lambda x: 0), staticmethod(lambda n: 0)
-    signature = staticmethod(lambda x: (x.shape, x.strides, x.dtype))
-    pointer = staticmethod(lambda x: x.ctypes.data)
-
-    def __init__(self) -> None:
-        self.launches: list[Appending] = []
-        self.made: list[Guarded] = []
-        self.told: list[Any] = []  # of which it was said that they are written to
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(numpy_, name)
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> np.ndarray:
-        self.made.append(Guarded(shape, DTYPES.get(dtype, dtype)))  # NaN, or -1
-        return self.made[-1].array
-
-    def written(self, x: Any) -> None:
-        self.told.append(x)
-
-    def launch(self, appending: Appending, addresses: list[int], *_: int) -> None:
-        (library,) = compile_all(as_cpp(appending.program.source(), [NAME]))
-        how = Launch(appending.blocks, THREADS, 1, 2, 1024, 0, len(self.launches) % 2 == 1)
-        self.launches.append(appending)
-        assert launch(library, NAME, how, appending.params(addresses)) is None
-
-
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """NumPy arrays go to the kernel."""
-    lib = OnCpu()
-    monkeypatch.setattr(Appending, "launch", lambda *given: lib.launch(*given))
-    monkeypatch.setattr(writing, "on_kernel", lambda lib, arrays: append)
-    monkeypatch.setattr(writing, "_on_host", lambda *_: None)
-    monkeypatch.setattr(appending, "_alike", {})
-    monkeypatch.setitem(interop._by_type, np.ndarray, lib)
-    yield lib
-    for x in lib.made:
-        x.check("what was made")
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
+    yield from on_cpu(monkeypatch)
 
 
 CASES: dict[str, dict[str, Any]] = {  # dtype, forms of q and k, dims, half of rotary, layout

@@ -84,6 +84,7 @@ def appended(
     put: Any = np.array,
     get: Any = np.asarray,
     layout: str = "bshd",
+    append: Any = attention_append,
 ) -> None:
     """Into pages: what was written is what rounding makes of the new rows, and attention to it follows."""
     n, new, page, heads, dim = 3, 2, 4, 2, 16
@@ -108,7 +109,7 @@ def appended(
 
     given = {name: lay(x) for name, x in caches.items()}
     of = {name: x if isinstance(x, float) else lay(x) for name, x in scales.items()}
-    found = attention_append(
+    found = append(
         lay(q), lay(k_new), lay(v_new), *given.values(), put(filled), page_table=put(table), causal=True,
         layout=layout, **of,
     )  # fmt: skip
@@ -279,10 +280,35 @@ def test_torch_refuses_gradients_and_vmap_and_casts_none() -> None:
     small = k.to(torch.float8_e4m3fn)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q.float(), small, small, k_descale=scales).dtype is torch.bfloat16
-    if hasattr(torch, "compile"):
-        with pytest.raises(Exception, match="caches of 8 bits is not traced"):
-            torch.compile(lambda new, k: attention_append(None, new, new, k, k.clone(), slots=torch.tensor([[0], [5]])),
-                          backend="eager", fullgraph=True)(q[:, :, :2], k)  # fmt: skip
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("eight", EIGHT)
+def test_pytorch_compiles_appending(eight: str, by: str | None, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch, "compile"):
+        pytest.skip("this PyTorch compiles nothing")
+    torch._dynamo.reset()
+    compiled = torch.compile(attention_append, fullgraph=True, backend="aot_eager")
+    appended(rng, eight, by, tensor, of_tensor, append=compiled)
+    torch._dynamo.reset()
+
+
+def test_the_operator_is_what_pytorch_is_told() -> None:
+    torch = pytest.importorskip("torch")
+    from cupyflash.interop import torch_append  # noqa: F401  # the operator comes with it
+
+    new, slots = torch.randn(2, 5, 2, 8).half(), torch.tensor([3, -1, 20, 7, 0])
+    caches = torch.zeros(2, 6, 4, 2, 8, dtype=torch.int8)
+    tail = None, None, None, slots, None, None, "bshd", False, False
+    scales = torch.ones(2, 6, 4, 2), torch.ones(2)
+    for more in (
+        (None, None, *scales[0]), (scales[1], None, None, scales[0][0]),
+        (None, None, None, None, 0.5, 2.0),
+    ):  # fmt: skip
+        torch.library.opcheck(torch.ops.cupyflash.append.default, (None, *new, *caches, *tail, *more))
+    with pytest.raises(ValueError, match="^k_descale shares memory with v_descale"):
+        torch.ops.cupyflash.append.default(None, *new, *caches, *tail, None, None, scales[0][0], scales[0][0])
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

@@ -19,13 +19,18 @@ def launch(program: Program, name: str, params: bytes, grid: tuple[int, int], or
     """Run the kernel of this name, on `grid`, blocks and the threads of each."""
     from cupy.cuda import Device, driver, runtime
 
-    from .launch import Arguments
-
-    arguments = Arguments(params)
+    arguments = _arguments(params)
     with Device(ordinal):
         runtime.setDevice(ordinal)  # the driver wants a context, on this thread too
         function = _function(program, name, ordinal)
         driver.launchKernel(function.ptr, grid[0], 1, 1, grid[1], 1, 1, 0, stream, arguments.address, 0)
+
+
+@functools.lru_cache(256)
+def _arguments(params: bytes) -> Any:
+    from .launch import Arguments
+
+    return Arguments(params)
 
 
 @functools.lru_cache(128)

@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+from .. import cached
 from ..overlap import extent, overlap
 from ..problem import ITEMSIZE, AttentionProblem, View, contiguous, to_bshd
 from . import alone
-from .params import TYPES
+from .params import EIGHT, TYPES
 from .source import FORMATS, inlined
 
 THREADS = 128
+MOST_LANES = 1024  # of a row whose largest number they find: a block
 NAME = "attention_append"
 MOST = 2**31 - 1  # blocks of a launch
 _MOST_KEPT = 256
 _INTEGERS = {"int32": "int", "int64": "long long"}
 _MADE = {"seqlens_k": "Length", "cu_seqlens_q": "Offset", "page_table": "Page", "slots": "Slot"}
 _GIVEN = ("rotary[0]", "rotary[1]", *_MADE)
+_CACHES = ("k_cache", "v_cache")
 
 
 class Program(NamedTuple):
@@ -30,35 +35,47 @@ class Program(NamedTuple):
     of_angles: str  # dtype of the tables; "" without
     interleaved: bool
     integers: tuple[tuple[str, str], ...]  # those that are given, with their dtypes
+    kept: str = ""  # dtype of caches of 8 bits
+    row_scales: tuple[bool, bool] = (False, False)  # whether rows of K, of V, have scales of their own
+    lanes: int = 1  # that find one of these
+
+    @property
+    def threads(self) -> int:
+        return self.lanes if self.lanes > 32 else THREADS
 
     def source(self) -> str:
         given, _, _, accum = TYPES[self.dtype]
         integers = dict(self.integers)
         flags = {
             "PACKED": "cu_seqlens_q" in integers, "PAGED": "page_table" in integers, "SLOTS": "slots" in integers,
-            "ROTARY": bool(self.of_angles), "INTERLEAVED": self.interleaved,
+            "ROTARY": bool(self.of_angles), "INTERLEAVED": self.interleaved, "EIGHT": bool(self.kept),
+            "K_ROW_SCALES": self.row_scales[0], "V_ROW_SCALES": self.row_scales[1],
         }  # fmt: skip
         lines = [
             *FORMATS,
             f"using In = {given};",
             f"using Accum = {accum};",
+            f"using Kept = {EIGHT.get(self.kept, given)};",
             f"using Table = {TYPES[self.of_angles or 'float32'][0]};",
             *(f"using {name} = {_INTEGERS[integers.get(of, 'int32')]};" for of, name in _MADE.items()),
-            f"constexpr int THREADS = {THREADS}, WIDTH = {self.width};",
+            f"constexpr int THREADS = {self.threads}, WIDTH = {self.width}, LANES = {self.lanes};",
+            f"constexpr float LARGEST = {cached.LARGEST.get(self.kept, 1.0)}f;",
             *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
             "struct Strides { long long entry, row, head, column; };",
             "struct Params {",
             "    const In* from[3];  // K, V, Q",
-            "    In* to[3];",
+            "    void* to[3];  // Kept, Kept, In",
+            "    float* scales[2];  // of K, of V; null where they are `numbers`",
             "    const Table *cos, *sin;",
             *(f"    const {name}* {of};" for of, name in _MADE.items()),
             "    Length* totals;",
-            "    Strides from_strides[3], to_strides[3];",
+            "    Strides from_strides[3], to_strides[3], scale_strides[2];",
             "    long long cos_strides[2], sin_strides[2], length_stride, offset_stride;",
             "    long long table_strides[2], slot_strides[2];",
             "    long long entries, page, most, positions;",
-            "    unsigned blocks, blocks_of_row, rows, pieces[3], pieces_of_head[3];",
+            "    unsigned blocks, blocks_of_row, rows, heads[3], pieces[3], pieces_of_head[3];",
             "    int columns[3], half, sequences;",
+            "    float numbers[2];",
             "};",
         ]
         return "\n".join(lines) + "\n" + inlined("append/append.cu")
@@ -93,20 +110,27 @@ class Appending(NamedTuple):
     behind: bytes  # what stands in its parameters behind the addresses
 
     def params(self, addresses: Sequence[int]) -> bytes:
-        """For the addresses of new K, V and Q, of the caches and turned Q, of what is given of `_GIVEN`, and of the
-        lengths that are made."""
+        """For the addresses of new K, V and Q, of the caches and turned Q, of scales, of what is given of `_GIVEN`, and
+        of the lengths that are made."""
         return struct.pack(f"<{len(addresses)}Q", *addresses) + self.behind
 
     def launch(self, addresses: Sequence[int], ordinal: int, stream: int) -> None:
-        alone.launch(self.program, NAME, self.params(addresses), (self.blocks, THREADS), ordinal, stream)
+        alone.launch(self.program, NAME, self.params(addresses), (self.blocks, self.program.threads), ordinal, stream)
 
 
-def planned(given: Sequence[tuple[str, View]], place: Place, layout: str, interleaved: bool) -> Appending | None:
-    """`given`: the arrays by name, q among them where it is turned; of pointers the last 4 bits matter. None where
-    there is nothing to write, or too much."""
+def planned(
+    given: Sequence[tuple[str, View]],
+    place: Place,
+    layout: str,
+    interleaved: bool,
+    numbers: Mapping[str, float] | None = None,
+) -> Appending | None:
+    """`given`: the arrays by name, q among them where it is turned; of pointers the last 4 bits matter. `numbers`: what
+    caches of 8 bits are multiplied by, where that is no array. None where there is nothing to write, or too much."""
     views = dict(given)
     of = [views["k_new"], views["v_new"], *([views["q"]] if "q" in views else [])]
-    to = [views["k_cache"], views["v_cache"], *(_made(x) for x in of[2:])]
+    caches = [views[name] for name in _CACHES]
+    to = [*caches, *(_made(x) for x in of[2:])]
     shapes = [to_bshd(x.shape, layout) for x in of]
     columns, heads = [x[3] for x in shapes], [x[2] for x in shapes]
     cos = views.get("rotary[0]")
@@ -119,25 +143,40 @@ def planned(given: Sequence[tuple[str, View]], place: Place, layout: str, interl
         and all(_in_vectors(x, min(width, 16 // ITEMSIZE[x.dtype])) for x in (cos, views.get("rotary[1]")) if x)
     ):
         width //= 2
+    eight = cached.of_eight(caches[0])
+    scales = [views.get(name) for name in cached.SCALES]
+    row_scales = (cached.of_rows(scales[0], caches[0]), cached.of_rows(scales[1], caches[1]))
     of_head = [-(-n // (2 * width)) for n in columns]
+    lanes = 1
+    if any(row_scales):
+        lanes = 1 << (max(*of_head[:2], 1) - 1).bit_length()
+        of_head[:2] = lanes, lanes
+    integers = tuple((name, views[name].dtype) for name in _MADE if name in views)
+    of_angles = cos.dtype if cos else ""
+    kept = caches[0].dtype if eight else ""
+    program = Program(of[0].dtype, width, of_angles, interleaved and cos is not None, integers, kept, row_scales, lanes)
     pieces = [n * m for n, m in zip(heads, of_head)]
-    blocks_of_row = -(-sum(pieces) // THREADS)
+    if any(row_scales):  # whole warps of K, and of V
+        pieces[:2] = [-(-n // 32) * 32 for n in pieces[:2]]
+    blocks_of_row = -(-sum(pieces) // program.threads)
     blocks = place.groups * place.rows * blocks_of_row
     lengths = "seqlens_k" in views
-    whole = blocks + (-(-place.sequences // THREADS) if lengths else 0)
+    whole = blocks + (-(-place.sequences // program.threads) if lengths else 0)
     if not blocks or not place.entries * place.page or not (place.most or not lengths) or whole > MOST:
         return None
-    numbers = [n for side in strides for n in _flat(side, 12)]
+    if lanes > MOST_LANES:
+        return None
+    of_scales = [_scale_strides(x, layout) for x in scales]
+    wide = [n for side in strides for n in _flat(side, 12)] + _flat(of_scales, 8)
     for name in _GIVEN:
         axes = 1 if name in ("seqlens_k", "cu_seqlens_q") else 2
         own = views[name].strides if name in views else ()
-        numbers += [*(0,) * (axes - len(own)), *own]
-    numbers += [place.entries, place.page, place.most, cos.shape[0] if cos else 0]
-    small = [blocks, blocks_of_row, place.rows, *_flat([pieces], 3), *_flat([of_head], 3, 1)]
+        wide += [*(0,) * (axes - len(own)), *own]
+    wide += [place.entries, place.page, place.most, cos.shape[0] if cos else 0]
+    small = [blocks, blocks_of_row, place.rows, *_flat([heads], 3), *_flat([pieces], 3), *_flat([of_head], 3, 1)]
     small += [*_flat([columns], 3), half, place.sequences]
-    behind = struct.pack(f"<{len(numbers)}Q{len(small)}I", *(n % 2**64 for n in numbers), *small)
-    integers = tuple((name, views[name].dtype) for name in _MADE if name in views)
-    program = Program(of[0].dtype, width, cos.dtype if cos else "", interleaved and cos is not None, integers)
+    factors = [(numbers or {}).get(name, 1.0) for name in cached.SCALES]
+    behind = struct.pack(f"<{len(wide)}Q{len(small)}I2f4x", *(n % 2**64 for n in wide), *small, *factors)
     return Appending(program, whole, behind)
 
 
@@ -146,28 +185,39 @@ class Prepared:
 
     def __init__(self, lib: Any, views: Mapping[str, View], appending: Appending) -> None:
         self._lib, self._views, self._appending = lib, views, appending
-        self._read = ("k_new", "v_new", *(["q"] if "q" in views else []))
-        self._pairs = [("k_cache", "v_cache"), *((x, y) for x in self._read for y in ("k_cache", "v_cache"))]
-        self._reach = {name: extent(views[name]._replace(ptr=0)) for name in (*self._read, "k_cache", "v_cache")}
-        self._shared: dict[tuple[str, str, int], bool] = {}
+        read = ["k_new", "v_new", *(["q"] if "q" in views else [])]
+        scales = [name for name in cached.SCALES if name in views]
+        of_rows = [name for name in scales if cached.of_rows(views[name], views["k_cache"])]
+        self._written = [*_CACHES, *of_rows]
+        read += [name for name in scales if name not in of_rows]
+        self._pairs = [*itertools.combinations(self._written, 2), *itertools.product(read, self._written)]
+        self._reach = {name: extent(views[name]._replace(ptr=0)) for name in (*read, *self._written)}
+        self._apart: set[tuple[int, ...]] = set()  # addresses at which they were seen to share nothing
+        like = [views.get(name) for name in ("seqlens_k", "q")]
+        self._makes = [x and (x.shape, x.dtype) for x in like]
+        # Of the arrays' addresses, those of what is made, and a 0 behind them.
+        found = {name: n for n, name in enumerate((*views, "totals", "turned"))}
+        order = ("k_new", "v_new", "q", *_CACHES, "turned", *cached.SCALES, *_GIVEN, "totals")
+        self._in_order = itemgetter(*[found.get(name, -1) for name in order])
 
     def run(self, arrays: Mapping[str, Any]) -> tuple[Any | None, Any | None] | None:
         """Write, on the current stream of the arrays' library. Lengths behind the call, where there are lengths, and
         the q that is given, turned; None, and nothing is done, where arrays share memory."""
-        lib, views, ordinal = self._lib, self._views, self._lib.device(arrays["k_cache"])
-        at = {name: lib.pointer(arrays[name]) for name in views}
-        if any(self._share(x, y, at) for x, y in self._pairs):
-            return None  # one thread waits for no other
-        totals, q = (
-            lib.empty(views[name].shape, views[name].dtype, ordinal) if name in views else None
-            for name in ("seqlens_k", "q")
-        )
-        given = [at.get(name, 0) for name in ("k_new", "v_new", "q", "k_cache", "v_cache")]
-        given += [0 if q is None else lib.pointer(q), *(at.get(name, 0) for name in _GIVEN)]
-        given.append(0 if totals is None else lib.pointer(totals))
-        self._appending.launch(given, ordinal, lib.stream(ordinal))
-        lib.written(arrays["k_cache"])
-        lib.written(arrays["v_cache"])
+        lib, ordinal = self._lib, self._lib.device(arrays["k_cache"])
+        pointer = lib.pointer
+        addresses = tuple([pointer(arrays[name]) for name in self._views])
+        if addresses not in self._apart:
+            at = dict(zip(self._views, addresses))
+            if any(self._share(x, y, at) for x, y in self._pairs):
+                return None  # one thread waits for no other
+            if len(self._apart) >= _MOST_KEPT:
+                self._apart.clear()
+            self._apart.add(addresses)
+        totals, q = [None if x is None else lib.empty(*x, ordinal) for x in self._makes]
+        made = [0 if x is None else pointer(x) for x in (totals, q)]
+        self._appending.launch(self._in_order((*addresses, *made, 0)), ordinal, lib.stream(ordinal))
+        for name in self._written:
+            lib.written(arrays[name])
         return totals, q
 
     def _share(self, x: str, y: str, at: Mapping[str, int]) -> bool:
@@ -176,19 +226,21 @@ class Prepared:
         apart = at[y] - at[x]
         if other_first + apart >= end or first >= other_end + apart:
             return False
-        key = x, y, apart
-        if key not in self._shared:
-            if len(self._shared) >= _MOST_KEPT:
-                self._shared.clear()
-            self._shared[key] = overlap(*(self._views[name]._replace(ptr=at[name]) for name in (x, y)))
-        return self._shared[key]
+        return overlap(*(self._views[name]._replace(ptr=at[name]) for name in (x, y)))
 
 
-def prepare(lib: Any, arrays: Mapping[str, Any], place: Place, layout: str, interleaved: bool) -> Prepared | None:
-    """Of new rows, caches, what says where they belong, and q where it is to be turned. None where there is nothing to
-    write, or too much."""
+def prepare(
+    lib: Any,
+    arrays: Mapping[str, Any],
+    place: Place,
+    layout: str,
+    interleaved: bool,
+    numbers: Mapping[str, float] | None = None,
+) -> Prepared | None:
+    """Of new rows, caches, scales of these, what says where rows belong, and q where it is to be turned; `numbers` as
+    of `planned`. None where there is nothing to write, or too much."""
     views = {name: lib.view(x) for name, x in arrays.items()}
-    appending = planned([*views.items()], place, layout, interleaved)
+    appending = planned([*views.items()], place, layout, interleaved, numbers)
     return None if appending is None else Prepared(lib, views, appending)
 
 
@@ -200,6 +252,13 @@ def _made(x: View) -> View:
 def _strides(x: View, layout: str) -> tuple[int, int, int, int]:
     """Of entry (or sequence), row, head and column."""
     return to_bshd(x.strides, layout, fill=0)
+
+
+def _scale_strides(x: View | None, layout: str) -> tuple[int, int, int, int]:
+    """The same of scales; 0 along the axes that they do not have."""
+    if x is None or x.shape in ((), (1,)):
+        return (0, 0, 0, 0)
+    return (0, 0, x.strides[0], 0) if len(x.shape) == 1 else to_bshd((*x.strides, 0), layout, fill=0)
 
 
 def _in_vectors(x: View, width: int) -> bool:

@@ -18,7 +18,7 @@ from ..interop.protocol import GpuAdapter
 from ..overlap import check_targets
 from ..passes import FORWARD, PER_QUERY
 from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, View, contiguous, mask_kind
-from . import device, grouping, launch, tuned
+from . import device, early, grouping, launch, tuned
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
 from .plans import plans
@@ -173,7 +173,8 @@ class Kernels(Step):
             for name in ("q", "out"):
                 strides[name] = grouping.strides(problem.group, strides[name])
             problem = grouping.grouped(problem) or problem
-        self._launcher = launch.Launcher(plan, functions(plan, ordinal), problem, strides, ordinal)
+        overlaps = call.lib.kind != "jax" and early.possible()  # XLA puts what it captures into graphs of its own
+        self._launcher = launch.Launcher(plan, functions(plan, ordinal), problem, strides, ordinal, overlaps)
         copied = [copy.strides[0] * copy.shape[0] * ITEMSIZE[source.dtype] for _, source, copy in self.copies]
         self.scratch = sum(-(-size // 256) * 256 for size in (*copied, self._launcher.workspace))
         # Of a call's addresses, and a 0 behind them, which stands in each slot.
@@ -213,7 +214,7 @@ class Kernels(Step):
         own = empty((launcher.workspace // 4,), "float32", ordinal) if launcher.workspace else None
         if self.first is not None and workspace is not None:
             launcher.find(pointers, self.first._launcher, pointer(workspace))
-        launcher(pointers, stream, 0 if own is None else pointer(own))
+        launcher(pointers, stream, 0 if own is None else pointer(own), call.follows)
         if self._through:
             for x, result in zip(written, results):
                 if x is not result:

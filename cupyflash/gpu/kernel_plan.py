@@ -26,6 +26,7 @@ class Launch:
     threads: int
     shared_memory: int = 0
     fills: tuple[str, ...] = ()  # workspaces, where it does nothing else: not needed where these are filled already
+    waits: bool = False  # for the kernel before: it may start while that one runs
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from cupy.cuda import driver, runtime
 
 from ..interop.protocol import GpuAdapter
 from ..problem import ITEMSIZE, AttentionProblem, View
+from . import early
 from .kernel_plan import KernelPlan
 from .params import Packer
 from .tensormap import Maps
@@ -61,8 +62,8 @@ class Arguments:
 class Launcher:
     """A plan with its kernels loaded on one device and everything packed that a call does not change.
 
-    `strides` as `params.Packer` takes them. `slots` says where each array's pointer, and a seed's keys, stand in what a
-    call is given.
+    `strides` as `params.Packer` takes them. `overlaps`: kernels that wait for the one before may start while that one
+    runs. `slots` says where each array's pointer, and a seed's keys, stand in what a call is given.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class Launcher:
         problem: AttentionProblem,
         strides: Mapping[str, Sequence[int]],
         ordinal: int,
+        overlaps: bool = False,
     ) -> None:
         self.device = ordinal
         self._functions = functions  # they keep their modules loaded
         self._kernels = [
-            (function.ptr, launch.grid, launch.threads, launch.shared_memory)
+            (function.ptr, launch.grid, launch.threads, launch.shared_memory, overlaps and launch.waits)
             for function, launch in zip(functions, plan.launches)
         ]
         self._params = Packer(plan, problem, strides)
@@ -93,17 +95,18 @@ class Launcher:
                 self._places[space.name] = self.workspace
                 self.workspace += -(-space.nbytes // 256) * 256
 
-    def __call__(self, pointers: list[int], stream: int, workspace: int = 0) -> None:
-        """Launch on `stream`. `pointers` in the order of `slots`; those into the workspace are filled in here."""
+    def __call__(self, pointers: list[int], stream: int, workspace: int = 0, follows: bool = False) -> None:
+        """Launch on `stream`. `pointers` in the order of `slots`; those into the workspace are filled in here.
+        `follows`: the launch before there is one of ours, and waited for all before it."""
         for index, offset in self._offsets:
             pointers[index] = workspace + offset
         if runtime.getDevice() == self.device and self.device in _thread.devices:
-            self._launch(pointers, stream)
+            self._launch(pointers, stream, follows)
             return
         with cupy.cuda.Device(self.device):
             runtime.setDevice(self.device)  # the driver wants a context, on this thread too
             _thread.devices.add(self.device)
-            self._launch(pointers, stream)
+            self._launch(pointers, stream, follows)
 
     def find(self, pointers: list[int], first: Launcher, workspace: int) -> None:
         """Fill in the pointers into the workspace of the plan that has run before."""
@@ -117,11 +120,15 @@ class Launcher:
             return Arguments(params)
         return Arguments(params, self._maps(*[pointers[i] for i in self._mapped]))
 
-    def _launch(self, pointers: list[int], stream: int) -> None:
+    def _launch(self, pointers: list[int], stream: int, follows: bool) -> None:
         arguments = self._arguments(tuple(pointers))  # for which the driver is asked, too
         # By the driver: CuPy's functions look at every argument anew, for some 3 us of a launch.
-        for function, grid, threads, shared in self._kernels:
-            driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)
+        for function, grid, threads, shared, waits in self._kernels:
+            if waits and follows:
+                early.launch(function, grid, threads, shared, stream, arguments.address)
+            else:
+                driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)
+            follows = True
 
 
 def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:

@@ -1,9 +1,12 @@
 // New rows of K and V behind those that caches have, K turned by the angles of its positions; Q, turned, in an array of
 // its own; and what lengths there are then. A thread has 2 WIDTH columns of a head's row, two halves of pairs where
-// these are turned. Bound by memory and by the way to it: all that a row is looked up by is on its way while what it
-// holds is. Its Params are its own (cupyflash/gpu/append.py). Nothing that lengths, offsets, pages or slots hold leads
-// outside of the caches.
+// these are turned. In caches of 8 bits (EIGHT) numbers are divided by a scale and rounded; by a scale of the row's own
+// (K_ROW_SCALES, V_ROW_SCALES) where each has one, which LANES neighbours find together and one of them writes.
+// Bound by memory and by the way to it: all that a row is looked up by is on its way while what it holds is. Its Params
+// are its own (cupyflash/gpu/append.py). Nothing that lengths, offsets, pages or slots hold leads outside of the
+// caches.
 #include "ptx/convert.cuh"
+#include "ptx/launch.cuh"
 
 using Number = unsigned long long;  // in which sums of nonsense wrap, and are looked at then
 using Integer = long long;
@@ -13,6 +16,9 @@ struct alignas(WIDTH * sizeof(T) < 16 ? WIDTH * sizeof(T) : 16) Vector {
     T at[WIDTH];
 };
 using Some = Vector<In>;
+
+constexpr bool ROW_SCALES = K_ROW_SCALES || V_ROW_SCALES;
+constexpr float SMALLEST_SCALE = 1e-30f;  // of a row
 
 struct Place {
     bool is = false;  // whether the row has one
@@ -82,7 +88,65 @@ __device__ T* at_column(T* row, const Strides& stride, int column) {
     return row + column * (WIDTH > 1 ? 1 : stride.column);
 }
 
+template <class T>
+__device__ void store(T* row, const Strides& stride, int first, int second, int columns, const Vector<T>& x,
+                      const Vector<T>& y) {
+    if (first < columns) *(Vector<T>*)at_column(row, stride, first) = x;
+    if (second < columns) *(Vector<T>*)at_column(row, stride, second) = y;
+}
+
+// The size of a number as bits, of which those of NaN are above all others.
+__device__ unsigned size_of(In x) { return __float_as_uint(to_float(x)) & 0x7fffffff; }
+
+// The largest of LANES neighbours, a power of two, by whole warps; where they are more than one they are the block.
+__device__ unsigned largest_of_lanes(unsigned x) {
+#pragma unroll
+    for (int step = (LANES < 32 ? LANES : 32) / 2; step > 0; step /= 2) {
+        unsigned other = __shfl_xor_sync(~0u, x, step);
+        x = other > x ? other : x;
+    }
+    if constexpr (LANES > 32) {
+        __shared__ unsigned of_warp[(LANES + 31) / 32];
+        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < LANES / 32; n++) x = of_warp[n] > x ? of_warp[n] : x;
+    }
+    return x;
+}
+
+// A piece of a row of K or V in 8 bits.
+__device__ void store_eight(const Params& p, int which, Kept* row, const Place& place, unsigned head, int first,
+                            int second, int columns, const Some& x, const Some& y) {
+    const Strides& stride = p.scale_strides[which];
+    float* scales = p.scales[which];
+    float scale = p.numbers[which];
+    if (which == 0 ? K_ROW_SCALES : V_ROW_SCALES) {
+        unsigned largest = 0;
+#pragma unroll
+        for (int n = 0; n < WIDTH; n++) {
+            unsigned one = size_of(x.at[n]), other = size_of(y.at[n]);
+            largest = one > largest ? one : largest;
+            largest = other > largest ? other : largest;
+        }
+        scale = __uint_as_float(largest_of_lanes(largest)) / LARGEST;
+        scale = scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
+        scales += place.entry * stride.entry + place.row * stride.row;
+        if (first == 0 && head < p.heads[which]) scales[head * stride.head] = scale;
+    } else if (scales) {
+        scale = scales[head * stride.head];
+    }
+    Vector<Kept> a, b;
+#pragma unroll
+    for (int n = 0; n < WIDTH; n++) {
+        a.at[n] = from_float<Kept>(to_float(x.at[n]) / scale);
+        b.at[n] = from_float<Kept>(to_float(y.at[n]) / scale);
+    }
+    store(row, p.to_strides[which], first, second, columns, a, b);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) attention_append(const __grid_constant__ Params p) {
+    let_next_kernel_start();
     if (blockIdx.x >= p.blocks) {  // of rows
         Integer sequence = Integer(blockIdx.x - p.blocks) * THREADS + threadIdx.x;
         if (sequence < p.sequences) write_length(p, sequence);
@@ -100,9 +164,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_append(const __g
     int first = turns && !INTERLEAVED ? pair : 2 * pair, second = first + (turns && !INTERLEAVED ? turned : WIDTH);
     const Strides& stride = p.from_strides[which];
     const In* from = p.from[which] + sequence * stride.entry + row * stride.row + head * stride.head;
-    bool has_second = second < p.columns[which];
-    Some x = *(const Some*)at_column(from, stride, first), y{};
-    if (has_second) y = *(const Some*)at_column(from, stride, second);
+    // None of a head that is none, as which whole warps have some.
+    int columns = !ROW_SCALES || head < p.heads[which] ? p.columns[which] : 0;
+    Some x{}, y{};
+    if (!ROW_SCALES || first < columns) x = *(const Some*)at_column(from, stride, first);
+    if (second < columns) y = *(const Some*)at_column(from, stride, second);
 
     Place place{true, sequence, row};
     Number position = 0;
@@ -134,7 +200,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_append(const __g
         for (int n = 0; n < WIDTH; n++) x.at[n] = both[n], y.at[n] = both[n + WIDTH];
     }
     const Strides& target = p.to_strides[which];
-    In* to = p.to[which] + place.entry * target.entry + place.row * target.row + head * target.head;
-    *(Some*)at_column(to, target, first) = x;
-    if (has_second) *(Some*)at_column(to, target, second) = y;
+    Integer to = place.entry * target.entry + place.row * target.row + head * target.head;
+    if (EIGHT && which < 2)
+        store_eight(p, which, (Kept*)p.to[which] + to, place, head, first, second, columns, x, y);
+    else
+        store((In*)p.to[which] + to, target, first, second, columns, x, y);
 }

@@ -3,7 +3,9 @@
 // and `attention_combine` makes one row of each: with lse = log sum exp(lse_n), O = sum exp(lse_n - lse) O_n.
 #pragma once
 #include "attention/pairs.cuh"
+#include "attention/share_count.cuh"
 #include "attention/tiles.cuh"
+#include "ptx/launch.cuh"
 #include "tile/rows.cuh"
 
 using namespace config;
@@ -77,14 +79,12 @@ __device__ inline void combine_shares(const Params& p, long long row, F of) {
 }
 
 // What is launched where keys are dealt out: a warp for each row.
-template <int COLUMNS, class F>
-__device__ inline void combine_all_shares(const Params& p, F of) {
-    if constexpr (SHARES) {
-        long long row = blockIdx.x * 4ll + threadIdx.x / 32;
-        if (row < Sequence::all_query_numbers(p)) combine_shares<COLUMNS>(p, row, of);
-    }
-}
 template <int COLUMNS>
 __device__ inline void combine_all_shares(const Params& p) {
-    combine_all_shares<COLUMNS>(p, [&](const Head&) { return p.shares; });
+    if constexpr (SHARES) {
+        wait_for_kernel_before();
+        long long row = blockIdx.x * 4ll + threadIdx.x / 32;
+        auto of = [&](const Head& head) { return shares_of(p, head); };
+        if (row < Sequence::all_query_numbers(p)) combine_shares<COLUMNS>(p, row, of);
+    }
 }

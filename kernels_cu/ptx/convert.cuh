@@ -79,6 +79,29 @@ __device__ inline float from_float<float>(float x) {
     return x;
 }
 
+// What is too large becomes 448.
+template <>
+__device__ inline float8_t from_float<float8_t>(float x) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+    return {(unsigned char)pair};
+#else
+    float size = fminf(fabsf(x), 448);
+    unsigned bits = __float_as_uint(size), last = bits >> 20 & 1;
+    // From 2^-6 the exponent's bias is 120 less, and rounding as that of bfloat16; below all are multiples of 2^-9.
+    bits = size < 0x1p-6f ? __float2int_rn(size * 0x1p9f) : ((bits + 0x7ffff + last) >> 20) - (120 << 3);
+    return {(unsigned char)(x != x ? 0x7f : bits | __float_as_uint(x) >> 31 << 7)};
+#endif
+}
+
+// What is too large becomes 127, NaN 0.
+template <>
+__device__ inline integer8_t from_float<integer8_t>(float x) {
+    int n = __float2int_rn(x);
+    return {(signed char)(n < -127 ? -127 : n > 127 ? 127 : n)};
+}
+
 template <class T>
 __device__ T from_float(double x);
 

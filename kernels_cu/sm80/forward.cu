@@ -107,7 +107,7 @@ struct Block : QueryBlock<Shared> {
 
     __device__ Block(const Params& p, Shared s, Head head, int tile, int share)
         : QueryBlock<Shared>(p, s, head, tile), share(share), dropout(p), softmax(Pairs(p, head).factor()) {
-        if (SHARES) walk = walk.share(share, p.shares);
+        if (SHARES) walk = walk.share(share, shares_of(p, head));
         o.clear();
     }
 
@@ -333,8 +333,17 @@ extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
     QuerySchedule schedule(p);
     int number = blockIdx.x, share = 0;
-    if constexpr (SHARES) share = number % p.shares, number /= p.shares;
-    visit_keys<Block>(p, schedule.tile(number), share);
+    if constexpr (BY_LENGTH) {  // every tile's first one before the second of any: some have no more
+        int tiles = gridDim.x / p.shares;
+        share = number / tiles, number %= tiles;
+    } else if constexpr (SHARES) {
+        share = number % p.shares, number /= p.shares;
+    }
+    HeadTile tile = schedule.tile(number);
+    if (BY_LENGTH && share >= shares_of(p, tile.head)) return;
+    visit_keys<Block>(p, tile, share);
 }

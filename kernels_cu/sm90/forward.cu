@@ -464,10 +464,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_co
 
 // Launched where keys are dealt out in shares.
 extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
-    if constexpr (BY_LENGTH)
-        combine_all_shares<DIM_V>(p, [&](const Head& head) { return shares_of(p, head); });
-    else
-        combine_all_shares<V_PARTS * DIM_V>(p);
+    combine_all_shares<V_PARTS * DIM_V>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -485,6 +482,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         tma_prefetch(maps.v);
     }
     __syncthreads();
+    let_next_kernel_start();
+    wait_for_kernel_before();
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();

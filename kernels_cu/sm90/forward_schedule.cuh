@@ -109,11 +109,6 @@ struct SharesInTurn {
     __device__ int total() const { return shares.before; }
 };
 
-// Into how many shares the keys of a head are cut.
-__device__ inline int shares_of(const Params& p, const Head& head) {
-    return BY_LENGTH ? shares_of_keys(head.keys(p)) : p.shares;
-}
-
 // Over the key tiles of a tile, or of its share.
 __device__ inline TileWalk walk_of(const Params& p, const Tile& tile) {
     TileWalk walk(p, tile.head, tile.queries);

@@ -1,17 +1,8 @@
-// Where lengths are data, a sequence may be far longer than all others. Then the keys of each are cut by its own
-// length, in shares of SHARE_TILES key tiles at most. How many there are in all is known to nobody before lengths are
-// read: the warp that loads counts along the sequences.
+// Where each sequence is cut by its own length (attention/share_count.cuh), how many shares there are in all is known
+// to nobody before lengths are read: the warp that loads counts along the sequences.
 #pragma once
 #include "attention/schedule.cuh"
-
-using namespace config;
-
-constexpr bool BY_LENGTH = SHARE_TILES > 0;
-
-// Shares of `size` key tiles at most of a sequence that has so many keys; one without any has one.
-__device__ inline int shares_of_keys(int keys, int size = BY_LENGTH ? SHARE_TILES : 1) {
-    return max(1, tiles_in(tiles_in(keys, KEYS), size));
-}
+#include "attention/share_count.cuh"
 
 // Shares of tiles are numbered by sequences, of which those that are cut come first, since their shares are longer; of
 // one by shares. A warp finds a number, and later only larger ones.

@@ -88,6 +88,14 @@ template <>
 inline float from_float<float>(float x) {
     return x;
 }
+template <>
+inline float8_t from_float<float8_t>(float x) {
+    return {on_cpu::float_to_float8(x)};
+}
+template <>
+inline integer8_t from_float<integer8_t>(float x) {
+    return {(signed char)(x != x ? 0 : std::nearbyint(std::min(std::max(x, -127.0f), 127.0f)))};
+}
 template <class T>
 T from_float(double x);
 template <>

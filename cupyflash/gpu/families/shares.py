@@ -141,7 +141,7 @@ def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]
     )
 
 
-def combine(problem: AttentionProblem, n: int) -> tuple[Launch, ...]:
+def combine(problem: AttentionProblem, n: int, waits: bool) -> tuple[Launch, ...]:
     """The launch that makes one result of n shares."""
     rows = math.prod(query_numbers(problem))
-    return (Launch("attention_combine", ceil(rows, ROWS), 32 * ROWS),) if n > 1 else ()
+    return (Launch("attention_combine", ceil(rows, ROWS), 32 * ROWS, waits=waits),) if n > 1 else ()

@@ -28,6 +28,7 @@ from ..kernel_plan import (
 from ..measured import number
 from ..score_gradient import score_work
 from . import shares, sm80_tiles
+from .likely import as_dense
 from .sm80_tiles import ANY, PAD, WIDEST, Tile, parts_of, shared_memory, spills
 
 TILES = sm80_tiles.TILES
@@ -113,13 +114,16 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
             arrive = t.keys * (problem.dim + problem.dim_v) / BYTES
             visit = visit._replace(seconds=max(visit.seconds, arrive), least=ALONE * arrive)
         tiles = shares.Tiles(tiles_q, t.rows, t.keys, t.min_blocks, visit)
-        share = 1 if problem.batch_invariant else shares.shares(problem, tiles, arch.sms).number
-        launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size)
-        launches = (*split, launch, *shares.combine(problem, share))
+        share_tiles, share = 0, 1 if problem.batch_invariant else shares.shares(problem, tiles, arch.sms).number
+        if not problem.batch_invariant and problem.seq_q <= t.rows:
+            share_tiles, share = shares.by_length(problem, as_dense(problem), t.keys, share)
+        waits = arch.cc >= 90
+        launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size, waits=waits)
+        launches = (*split, launch, *shares.combine(problem, share, waits))
         return KernelPlan(
             **common,
             source="sm80/forward.cu",
-            constants=(*constants, ("SHARES", share > 1)),
+            constants=(*constants, ("SHARES", share > 1), ("SHARE_TILES", share_tiles)),
             launches=launches,
             workspace=(*halves, *shares.left(problem, share, dim_v)),
             spills=spills(t, problem, of),

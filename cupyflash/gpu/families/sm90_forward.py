@@ -155,9 +155,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
-    launches = [Launch("attention_forward", grid, 128 * (t.warpgroups + 1), size)]
+    launches = [Launch("attention_forward", grid, 128 * (t.warpgroups + 1), size, waits=True)]
     spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, v_parts * dim_v)]
-    launches += shares.combine(problem, parts)
+    launches += shares.combine(problem, parts, True)
     values = Box("v", key_box)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
