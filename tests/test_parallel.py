@@ -321,14 +321,16 @@ def test_merge() -> None:
 def test_explain() -> None:
     rows = Rows.zigzag(65536, 8)
     text = str(parallel.explain((1, 65536, 32, 128), rows=rows, heads_k=8, causal=True, exchange="keys"))
-    assert "65,536 rows over 8 ranks, exchange of keys, 4 groups of key heads, 1 stretches" in text
-    assert "rank 0: rows 0 to 4,096, 61,440 to 65,536; 268,439,552 pairs a head in 8 calls; keys of ranks 1, 2" in text
+    assert "65,536 rows over 8 ranks, exchange of keys, 2 groups of key heads, 1 stretches" in text
+    assert "rank 0: rows 0 to 4,096, 61,440 to 65,536; 268,439,552 pairs a head in 4 calls; keys of ranks 1, 2" in text
     found = parallel.explain((1, 65536, 32, 128), rows=Rows.contiguous(65536, 8), heads_k=8, causal=True)
+    assert found.exchange == "keys forward and of heads backward" and len({x.pairs for x in found.ranks}) == 8
+    found = parallel.explain((1, 1 << 17, 32, 128), rows=Rows.contiguous(1 << 17, 16), heads_k=32, causal=True)
     assert found.exchange == "heads" and len({x.pairs for x in found.ranks}) == 1
     near = parallel.explain(
         (1, 65536, 32, 128), rows=Rows.contiguous(65536, 8), heads_k=8, window=(4095, 0), exchange="keys"
     )
-    assert near.ranks[0].sent < near.ranks[3].sent < 1e9 and near.ranks[3].calls == 4
+    assert near.ranks[0].sent < near.ranks[3].sent < 1e9 and near.ranks[3].calls == near.ranks[0].calls
     with pytest.raises(ValueError, match="heads_k is 6, which cannot be dealt out to 8 ranks"):
         parallel.explain((1, 65536, 6, 128), rows=rows, heads_k=6, exchange="heads")
 

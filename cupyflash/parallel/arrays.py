@@ -49,7 +49,12 @@ def packed(x: Any) -> Any:
 
 def put(target: Any, x: Any) -> None:
     """Write, rounded to the target's dtype."""
-    with np.errstate(over="ignore"):
+    if isinstance(target, np.ndarray):
+        with np.errstate(over="ignore"):
+            target[...] = x
+    elif library(target) == "torch":
+        target.copy_(x)
+    else:
         target[...] = x
 
 

@@ -19,11 +19,11 @@ from ..passes import BACKWARD, FORWARD
 from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, AttentionProblem, check_flag, check_layout, complete
 from ..rules import seed_of
 from .adapters import of
-from .arrays import four, three
+from .arrays import four, three, wide
 from .groups import Alone, Group
 from .masks import RowsMask
 from .rows import Rows, Span
-from .steps import Band, Blocks, Sight, reach, usual_groups
+from .steps import Band, Blocks, Sight, lighter, reach, usual_groups
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
@@ -57,6 +57,7 @@ class Asked:
     wrt: tuple[str, ...] = ()
     reduce: bool = False
     said: dict[str, str] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)  # what is the same in all calls of this kind
 
     @property
     def rank(self) -> int:
@@ -87,6 +88,14 @@ def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any, row
     heads = four(k, given.get("layout", "bshd")).shape[2] if hasattr(k, "shape") and len(k.shape) in _RANKS else 1
     fits = heads and heads % of(group).size == 0 and not own and given.get("block_mask") is None
     return "heads" if fits else "keys"
+
+
+def usual_of_two(group: Any, operands: dict[str, Any], layout: str) -> str:
+    """The exchange of a call that could have both."""
+    ranks: Group = of(group)
+    heads_q, heads_k = (four(operands[name], layout).shape[2] for name in "qk")
+    hidden, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
+    return lighter(ranks.size, heads_q, heads_k, "dout" in operands, ratio, hidden)
 
 
 def own_rows(x: Any) -> bool:
@@ -261,8 +270,11 @@ def _shares(
     """Groups of key heads, and stretches of the keys."""
     heads, size = max(1, problem.heads_k // team.size), team.size * keys.size
     work = 2 * (problem.dim + problem.dim_v) * problem.batch * problem.heads_q * reach(rows, sight) / size
-    own = problem.batch * problem.heads_q * rows.length // size
-    usual = usual_groups(heads, work, own) if size > 1 else 1
+    calls = max((len(rows.local(r)) for r in range(rows.size)), default=1)
+    own = problem.batch * problem.heads_q * rows.length // (size * max(1, calls))
+    # While one group is computed the next comes, unless those who move it and those who compute wait for each other.
+    pays = getattr(keys, "window", None) is not None or all(getattr(x, "beside", True) for x in (team, keys))
+    usual = usual_groups(heads, work, own) if size > 1 and pays else 1
     found = []
     for name, default, most in (("groups", usual, heads), ("stretches", 1, 1 << 20)):
         n = plan[name]

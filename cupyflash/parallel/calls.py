@@ -11,7 +11,7 @@ from . import run
 from .adapters import of
 from .agree import agree
 from .arrays import empty, four, library, three, wide
-from .asked import Asked, check, check_place, groups_of, usual_exchange
+from .asked import Asked, check, check_place, groups_of, usual_exchange, usual_of_two
 from .kinds import keep, kind_of, recalled
 from .rows import Rows
 from .transfers import gathered
@@ -178,10 +178,17 @@ def _agreed(
 ) -> Asked:
     """What is asked, once all ranks say the same."""
     exchange = plan["exchange"] if plan["exchange"] in (None, "keys", "heads") else None
+    for x in map(of, group if isinstance(group, (tuple, list)) else (group,)):
+        if hasattr(x, "meet"):
+            x.meet()
     try:
         chosen = usual_exchange(group, exchange, options, operands["k"], plan["rows"])
+        if exchange is None and chosen == "heads":
+            chosen = usual_of_two(group, operands, options.get("layout", "bshd"))
     except Exception:  # noqa: BLE001 - named by `check`
         chosen = exchange
+    if plan["exchange"] is None:
+        plan = plan | {"exchange": chosen}
     ranks = [of(x) for x in groups_of(group, chosen) if x is not None]
     more = (function, chosen, *plan.values(), *flags.values(), tuple(wrt) if isinstance(wrt, list) else wrt)
     kind = kind_of(ranks, operands, options, *more)

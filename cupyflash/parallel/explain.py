@@ -9,7 +9,7 @@ from typing import Any
 from ..problem import ITEMSIZE, check_layout, float_name
 from .asked import EXCHANGES
 from .rows import Rows, Span
-from .steps import Band, Round, reach, rounds, usual_groups
+from .steps import Band, Round, lighter, reach, rounds, usual_groups
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Explanation:
-    exchange: str
+    exchange: str  # "keys" or "heads", or both: "keys forward and of heads backward"
     ranks: tuple[Rank, ...]
     lines: tuple[str, ...]
 
@@ -84,36 +84,46 @@ def explain(
         raise ValueError(f"exchange is {exchange!r}; it must be 'keys', 'heads' or None")
     if exchange == "heads" and hk % size:
         raise ValueError(f"heads_k is {hk}, which cannot be dealt out to {size} ranks; it must be a multiple of them")
-    kind = exchange or ("heads" if hk % size == 0 and size <= m.host else "keys")
+    item = ITEMSIZE[float_name(dtype) or "bfloat16"]
+    wide = max(item, 4)
+    near, both = size <= m.host, hk % size == 0
+    kinds = [exchange or (lighter(size, heads, hk, x, wide // item, near) if both else "keys") for x in (False, True)]
     left, right = window or (None, None)
     right = (0 if right is None else min(right, 0)) if causal else right
     band = Band(keys.length, left, right, 0 if causal == "top_left" else keys.length - length)
     work = 4 * batch * heads * dim * reach(rows, band) / size
-    groups = groups or usual_groups(hk // size if kind == "heads" else hk, work, batch * heads * length // size)
+    calls = max(1, *(len(rows.local(r)) for r in range(size)))
+    usual = usual_groups(hk, work, batch * heads * length // (size * calls)) if "keys" in kinds else 1
+    groups = groups or usual
     plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]
     pairs = [sum(_pairs(band, span) for span in rows.chunks[r]) for r in range(size)]
-    if kind == "heads":
-        pairs = [sum(pairs) // size] * size
-    item = ITEMSIZE[float_name(dtype) or "bfloat16"]
-    wide = max(item, 4)
+    even = sum(pairs) // size
     found = []
     for r in range(size):
-        if kind == "heads":
-            own = rows.count(r) * heads + keys.count(r) * hk
-            sent = batch * dim * (size - 1) * (own * 2 * item * 3 // size)  # Q, K, V, O; dO and all again; dQ, dK, dV
-            memory, calls, steps = batch * dim * item * (length * heads * 2 + keys.length * hk * 2) // size, 1, 1
+        own = rows.count(r) * heads + keys.count(r) * hk
+        there, back = _sent(plans[r])
+        steps, sent, computing, exposed = len(plans[r]), 0, 0.0, 0.0
+        for backward, kind in enumerate(kinds):
+            work = 4 * batch * heads * (even if kind == "heads" else pairs[r]) * dim
+            takes = 2.5 * work / m.backward if backward else work / m.forward
+            if kind == "heads":  # Q, K, V, O; or dO and all these, and dQ, dK, dV
+                some = batch * dim * (size - 1) * (own * 2 * item * (1 + backward) // size)
+            else:
+                some = batch * dim * hk // groups * (there * 2 * item + back * 2 * wide * backward)
+            travelling = some / (m.inside if near else m.between)
+            # All but the first group travel while others are computed, where computing takes as long.
+            hides = kind == "keys"
+            waits = max(travelling / steps, travelling - takes * (1 - 1 / steps)) if hides else travelling
+            exposed += waits + m.start * ((steps if hides else 1) + 1)
+            sent, computing = sent + some, computing + takes
+        if kinds[0] == "heads":
+            memory, number = batch * dim * item * (length * heads * 2 + keys.length * hk * 2) // size, 1
         else:
-            there, back = _sent(plans[r])
-            sent = batch * dim * hk // groups * (there * 2 * item * 2 + back * 2 * wide)
             memory = batch * dim * hk // groups * 2 * 2 * item * max((x.length for x in plans[r]), default=0)
-            calls, steps = sum(len(x.steps) for x in plans[r]), len(plans[r])
-        work = 4 * batch * heads * pairs[r] * dim
-        computing = work / m.forward + 2.5 * work / m.backward
-        travelling = sent / (m.inside if size <= m.host else m.between)
-        # All but the first step travel while others are computed, where computing takes as long.
-        exposed = travelling if kind == "heads" else max(travelling / steps, travelling - computing * (1 - 1 / steps))
-        exposed += m.start * (steps + 2) if size > 1 else 0.0
-        found.append(Rank(rows.count(r), pairs[r], calls, sent, memory, computing, exposed if size > 1 else 0.0))
+            number = sum(len(x.steps) for x in plans[r])
+        seen = even if kinds[0] == "heads" else pairs[r]
+        found.append(Rank(rows.count(r), seen, number, sent, memory, computing, exposed if size > 1 else 0.0))
+    kind = kinds[0] if kinds[0] == kinds[1] else f"{kinds[0]} forward and of {kinds[1]} backward"
     return Explanation(kind, tuple(found), tuple(_lines(kind, rows, plans, found, groups, stretches, m)))
 
 
@@ -121,13 +131,13 @@ def _lines(
     kind: str, rows: Rows, plans: list[tuple[Round, ...]], found: list[Rank], groups: int, stretches: int, m: Machine
 ) -> list[str]:
     size = rows.size
-    how = f", {groups} groups of key heads, {stretches} stretches" if kind == "keys" else ""
+    how = f", {groups} groups of key heads, {stretches} stretches" if "keys" in kind else ""
     lines = [f"{rows.length:,} rows over {size} ranks, exchange of {kind}{how}"]
     for r, x in enumerate(found[:16]):
         chunks = ", ".join(f"{a:,} to {b:,}" for a, b in rows.chunks[r][:4]) + (
             ", ..." if len(rows.chunks[r]) > 4 else ""
         )
-        sources = sorted({y.source for of in plans[r] for y in of.receives} - {r}) if kind == "keys" else []
+        sources = sorted({y.source for of in plans[r] for y in of.receives} - {r}) if "keys" in kind else []
         whose = f"; keys of ranks {', '.join(map(str, sources[:8]))}{', ...' * (len(sources) > 8)}" if sources else ""
         lines.append(
             f"  rank {r}: rows {chunks}; {x.pairs:,} pairs a head in {x.calls} calls{whose}; sends "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -19,7 +20,9 @@ class Group(Protocol):
     """Some ranks. Each makes the same calls, in the same order.
 
     It may also have `refuses(kind, on_gpu, ordinal)`, which says of arrays of a library on a device what they must be
-    in their place, or None; and `prepare(kind)`, which all ranks call before such arrays are sent.
+    in their place, or None; `prepare(kind)`, which all ranks call before such arrays are sent; `meet()`, which they
+    call before what is asked is looked at; `beside`, whether it pays to send while one computes (default: it does); and
+    `window`, through which ranks write into each other's memory, or None.
     """
 
     @property
@@ -43,6 +46,12 @@ class Group(Protocol):
 
     def all_gather(self, x: np.ndarray) -> np.ndarray:
         """The same number of bytes of each rank, uint8 (n,), as (size, n): of plans, never of data."""
+
+
+def of_one_host(group: Group) -> bool:
+    """Whether all ranks are; all ask at once."""
+    name = np.frombuffer(socket.gethostname().encode()[:64].ljust(64, b"\0"), np.uint8)
+    return bool((group.all_gather(name) == name).all())
 
 
 class Alone:

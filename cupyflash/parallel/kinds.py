@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from ..problem import ARRAY_RULES, ARRAYS
 from .arrays import four, three
 from .asked import Asked
 from .groups import Group
+from .masks import RowsMask
 
 _PLAIN = (str, int, float, bool, type(None))
 _KEPT = 256
@@ -29,6 +31,8 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
         for name, x in (*operands.items(), *options.items()):
             if type(x) in _PLAIN or (type(x) is tuple and all(type(y) in _PLAIN for y in x)):
                 key.append((name, type(x), x))
+            elif isinstance(x, RowsMask):
+                key.append((name, weakref.ref(x)))  # a mask is no longer kept than its owner keeps it
             elif (name in operands or (name in ARRAY_RULES and name != "seed")) and interop.library(name, x) is lib:
                 key.append((name, lib.view(x)._replace(ptr=0)))
             else:
@@ -50,6 +54,7 @@ def recalled(
     found = copy.copy(_templates[kind])
     names = [row.name for row in ARRAYS if row.name != "seed" and options.get(row.name) is not None]
     found.arrays = {name: options[name] for name in names}
+    found.mask = options.get("block_mask")
     found.operands = {
         name: three(x) if name in ("lse", "dlse") else four(x, found.layout)
         for name, x in operands.items()
@@ -63,7 +68,7 @@ def keep(kind: Hashable | None, ranks: Sequence[Group], asked: Asked) -> None:
     if kind is None:
         return
     template = copy.copy(asked)
-    template.operands, template.arrays = {}, {}
+    template.operands, template.arrays, template.mask = {}, {}, None
     _templates[kind] = template
     if len(_templates) > _KEPT:
         _templates.popitem(last=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,14 @@ class RowsMask:
     own: Any  # a BlockMask of (batch, heads, this rank's rows, all keys)
     hulls: tuple[Span, ...]  # for each block of all rows, the first key and the last but one that it leaves
     pairs: tuple[int, ...]  # and how many pairs, of all heads and batch entries
+    _parts: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def part(self, rows: Span, keys: Span, heads: Span) -> Any:
+        """The BlockMask of some of this rank's rows: one for all calls, as lists of its tiles are made once."""
+        key = rows, keys, heads if self.own.shape[1] > 1 else None
+        if key not in self._parts:
+            self._parts[key] = self.own.part(*key)
+        return self._parts[key]
 
     def pairs_of_rows(self) -> np.ndarray:
         """How many keys each row sees, on average over its block: for `Rows.balanced`."""

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import nccl
 
+from .groups import of_one_host
+
 _streams: dict[int, Any] = {}  # of each device: transfers go first where both they and kernels could start
-_known: dict[int, tuple[Any, set[Any]]] = {}  # communicators, and what their ranks compared
+_kept: dict[int, _Kept] = {}  # by the numbers of communicators
 _PRIORITY = -5  # the highest that there is; a driver takes the nearest that it has
+
+
+@dataclass
+class _Kept:
+    """Of a communicator, between calls."""
+
+    comm: Any
+    known: set[Any] = field(default_factory=set)  # what its ranks compared
+    beside: bool | None = None
 
 
 class NcclGroup:
@@ -34,10 +46,21 @@ class NcclGroup:
             raise ValueError("group is a communicator that was destroyed; it must be one that is there")
         self._comm, self.rank, self.size = comm, comm.rank_id(), comm.size()
         self._device = comm.device_id()
-        if id(comm) not in _known:
-            for key in [key for key, (x, _) in _known.items() if not x.comm]:  # destroyed
-                del _known[key]
-        self.known = _known.setdefault(id(comm), (comm, set()))[1]
+        if id(comm) not in _kept:
+            for key in [key for key, x in _kept.items() if not x.comm.comm]:  # destroyed
+                del _kept[key]
+        self._kept = _kept.setdefault(id(comm), _Kept(comm))
+        self.known = self._kept.known
+
+    @property
+    def beside(self) -> bool:
+        """Whether kernels that move data run beside those that compute, so that it pays to send while one computes."""
+        return bool(self._kept.beside)
+
+    def meet(self) -> None:
+        """Once, all ranks at the same time: what they can do."""
+        if self._kept.beside is None:
+            self._kept.beside = not of_one_host(self)
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Event:
         sends, receives = ([(r, x) for r, x in some if x.nbytes] for some in (sends, receives))

@@ -14,7 +14,7 @@ from .arrays import empty, library, put, wide, zeros
 from .asked import Asked, index, own_rows
 from .rows import Rows, Span, cut, joined
 from .steps import Deal, Round, Step, deal, rounds
-from .transfers import ByHeads, FromHeads, Keys, Returns, ToHeads, summed
+from .transfers import ByHeads, FromHeads, Keys, Returns, ToHeads, pushed, summed
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Part:
         options = asked.options | {name: asked.arrays[name][place] for name, place in places.items()}
         options["at"] = (0, first, step.rows[0] + q_shift, step.keys[0] + k_shift)
         if asked.mask is not None and step.keys[1] > step.keys[0]:
-            options["block_mask"] = asked.mask.own.part(step.local, step.keys, heads)
+            options["block_mask"] = asked.mask.part(step.local, step.keys, heads)
         return options, places
 
     def deals(self) -> tuple[Deal, Deal]:
@@ -158,15 +158,15 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
     names: list[str] = [x for x in ("q", "dout", "out", "k", "v", "lse", "dlse") if x in asked.operands]
     xs = {name: asked.operands[name] for name in names}
     like = _of_wrt(asked)
-    of_arrays = {name: zeros(tuple(x.shape), x, wide(x)) for name, x in like.items()}
+    of_arrays = {name: zeros(tuple(x.shape), x, None if _of_one_call(name, x) else wide(x)) for name, x in like.items()}
     _widen(asked)
     if asked.team.size == 1:
-        _backward(part, xs, grads, of_arrays)
+        _backward(part, xs, grads, of_arrays, like)
     else:
 
         def run(some: Part, moved: dict[str, Any]) -> dict[str, Any]:
             own = {x: empty(tuple(moved[x].shape), moved[x]) for x in "qkv"}
-            _backward(some, moved, own, of_arrays)
+            _backward(some, moved, own, of_arrays, like)
             return own
 
         _in_heads(part, xs, grads, run)
@@ -184,7 +184,9 @@ def _widen(asked: Asked) -> None:
             asked.arrays[name] = cast(x, getattr(namespace(library(x)), kind))
 
 
-def _backward(part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any]) -> None:
+def _backward(
+    part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any], like: dict[str, Any]
+) -> None:
     dq, dk, dv = (grads[x] for x in "qkv")
     plan = part.rounds()
     if _unseen(part, dk.shape[1]):
@@ -216,7 +218,10 @@ def _backward(part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: 
                 sums[:, rows] += into[0]
             written.add(step.here, into[1:])
             for name, x in found.of_arrays.items():
-                of_arrays[name][places.get(name, ...)] += x
+                if _of_one_call(name, like[name]):
+                    put(of_arrays[name][places[name]], x)
+                else:
+                    of_arrays[name][places.get(name, ...)] += x
         if whole:
             return
         if of.last:
@@ -270,6 +275,11 @@ def _unseen(part: Part, count: int) -> bool:
 def _rounds(part: Part, k: Any, v: Any) -> Iterator[tuple[Round, Any, Any]]:
     """Each with its keys; those of the next travel meanwhile."""
     plan, group = part.rounds(), part.asked.group
+    window = getattr(group, "window", None)
+    if window is not None and (keys := pushed(window, group.rank, plan, k, v, part.asked.memo)) is not None:
+        for (k_of, v_of), of in zip(keys, plan):
+            yield of, k_of, v_of
+        return
     under_way = Keys(group, plan[0], k, v) if plan else None
     for n, of in enumerate(plan):
         assert under_way is not None
@@ -296,6 +306,11 @@ def _any(asked: Asked, flag: bool) -> bool:
     for group in (asked.team, asked.group):
         flag = bool(group.all_gather(np.array([flag], np.uint8)).any())
     return flag
+
+
+def _of_one_call(name: str, x: Any) -> bool:
+    """Whether each of its elements has its gradient from a single call: such sums are not wide."""
+    return name == "bias" and len(x.shape) >= 3 and min(x.shape[-3:]) > 1
 
 
 def _rounded(x: Any, like: Any) -> Any:

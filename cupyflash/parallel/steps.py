@@ -17,7 +17,8 @@ from .rows import Rows, Span, common, cut, joined
 
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
 GROUP_WORK = 1e11  # operations of a group of heads: some 0.2 ms of a GPU, in which its launches and transfers hide
-GROUP_ROWS = 1 << 16  # rows of a group's query heads: some tiles for each multiprocessor
+GROUP_ROWS = 1 << 16  # rows of a group's query heads in a call: some tiles for each multiprocessor
+GROUPS = 4  # more hide little more, and each begins and ends with idle multiprocessors
 
 
 class Sight(Protocol):
@@ -94,6 +95,7 @@ class Message:
     rows: tuple[Span, ...]
     held: tuple[Span, ...]
     here: tuple[Span, ...]
+    length: int  # how many keys the other then has
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Round:
     steps: tuple[Step, ...]
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]  # that from itself too
+    longest: int  # how many keys the rank has that has most
 
     @property
     def length(self) -> int:
@@ -135,7 +138,7 @@ def message(key_rows: Rows, has: Sequence[Span], source: int, target: int) -> Me
                 held.append((own[0] + a - span[0], own[0] + b - span[0]))
                 here.append((at + a - want[0], at + b - want[0]))
             at += want[1] - want[0]
-    return Message(source, target, tuple(rows), tuple(held), tuple(here)) if rows else None
+    return Message(source, target, tuple(rows), tuple(held), tuple(here), at) if rows else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,10 +152,20 @@ def reach(rows: Rows, sight: Sight) -> int:
     return found
 
 
+def lighter(ranks: int, heads_q: int, heads_k: int, backward: bool, ratio: int, hidden: bool) -> str:
+    """Of the two exchanges that by which a rank receives less; forward that of keys where these are `hidden`: written
+    into each other's memory while kernels compute. ratio: of the bytes of a wide number to those of one of K."""
+    if hidden and not backward:
+        return "keys"
+    of_keys = (2 + 2 * ratio * backward) * heads_k * ranks  # K and V; dK and dV, wide
+    of_heads = (4 if backward else 2) * (heads_q + heads_k)  # Q, K, V and O; backward dO and three gradients, too
+    return "keys" if of_keys <= of_heads else "heads"
+
+
 def usual_groups(heads: int, work: float, rows: int) -> int:
-    """Into how many groups a rank's key heads are cut, of so many operations and rows of query heads: as many, all
-    alike, as have enough to do for what the next one needs to come, and fill a GPU."""
-    most = max(1, min(heads, int(work / GROUP_WORK), rows // GROUP_ROWS))
+    """Into how many groups a rank's key heads are cut, of so many operations, and rows of query heads in each call: as
+    many, all alike, as have enough to do for what the next one needs to come, and fill a GPU."""
+    most = max(1, min(heads, GROUPS, int(work / GROUP_WORK), rows // GROUP_ROWS))
     return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
@@ -169,12 +182,12 @@ def rounds(
     parts = [x for x in cut(key_rows.length, stretches, multiple) if x[1] > x[0]] or [(0, 0)]
     plans = [_stretch(rows, key_rows, sight, rank, x, block, n == 0) for n, x in enumerate(parts)]
     for some in cut(heads, min(groups, max(1, heads))):
-        for n, (has, steps, sends, receives) in enumerate(plans):
-            found.append(Round(some, n == 0, n == len(plans) - 1, has, steps, sends, receives))
+        for n, (has, steps, sends, receives, longest) in enumerate(plans):
+            found.append(Round(some, n == 0, n == len(plans) - 1, has, steps, sends, receives, longest))
     return tuple(found)
 
 
-_Plan = tuple[tuple[Span, ...], tuple[Step, ...], tuple[Message, ...], tuple[Message, ...]]
+_Plan = tuple[tuple[Span, ...], tuple[Step, ...], tuple[Message, ...], tuple[Message, ...], int]
 
 
 def _stretch(rows: Rows, key_rows: Rows, sight: Sight, rank: int, stretch: Span, block: int, first: bool) -> _Plan:
@@ -189,7 +202,8 @@ def _stretch(rows: Rows, key_rows: Rows, sight: Sight, rank: int, stretch: Span,
     sends = [x for r in range(rows.size) if r != rank and (x := message(key_rows, all_wanted[r], rank, r))]
     receives = [x for r in range(rows.size) if (x := message(key_rows, has, r, rank))]
     steps.sort(key=lambda x: x.keys[0] - x.keys[1])  # the longest first: others add to what it wrote
-    return tuple(has), tuple(steps), tuple(sends), tuple(receives)
+    longest = max(sum(b - a for a, b in x) for x in all_wanted)
+    return tuple(has), tuple(steps), tuple(sends), tuple(receives), longest
 
 
 def _here(has: Sequence[Span], keys: Span) -> Span:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ..interop.torch_ops import recorded
 from . import calls
 from .arrays import packed
 
 
-@torch.compiler.disable
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, *, return_lse: bool = False, **options: Any
 ) -> Any:
@@ -21,13 +21,21 @@ def attention(
     all ranks share are: what sums gradients over the group (DDP, FSDP) sums them. (DDP divides by the number of ranks:
     a loss is a mean over all ranks' tokens.)
     """
+    if torch.compiler.is_compiling():
+        return _uncompiled(q, k, v, group, return_lse=return_lse, **options)
     plan = {name: options.pop(name, None) for name in ("rows", "key_rows", "exchange", "groups", "stretches")}
     reads = dict(options.pop("score_arrays", None) or {})
     named = {name: options.pop(name) for name in _FOLLOWED if options.get(name) is not None}
     how = _How(group, plan, options, tuple(named), tuple(reads))
     tensors = (q, k, v, *named.values(), *reads.values())
-    out, lse = _Attention.apply(how, *tensors)
+    if recorded([x for x in tensors if isinstance(x, torch.Tensor)]):
+        out, lse = _Attention.apply(how, *tensors)
+    else:
+        out, lse = calls.attention(q, k, v, group, return_lse=True, **how.given(tensors[3:]))
     return (out, lse) if return_lse else out
+
+
+_uncompiled = torch.compiler.disable(attention)
 
 
 _FOLLOWED = ("bias", "alibi_slopes", "sinks")

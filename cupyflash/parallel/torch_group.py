@@ -4,44 +4,98 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
 
-_known: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # what ranks compared, by their group
+from .groups import of_one_host
+
+FEW = 1 << 20  # bytes
+
+
+@dataclass
+class _Kept:
+    """Of a ProcessGroup, between calls."""
+
+    rank: int
+    size: int
+    ranks: list[int]
+    backend: str
+    known: set[Any] = field(default_factory=set)  # what its ranks compared
+    met: bool = False
+    beside: bool = True
+    window: Any = None
+
+
+_kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
 
 class TorchGroup:
     """The ranks of a `ProcessGroup`."""
 
     def __init__(self, group: Any) -> None:
-        self._group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
-        self._ranks = distributed.get_process_group_ranks(group)
-        self._backend = distributed.get_backend(group)
+        if (kept := _kept.get(group)) is None:
+            _kept[group] = kept = _Kept(
+                distributed.get_rank(group), distributed.get_world_size(group),
+                distributed.get_process_group_ranks(group), distributed.get_backend(group),
+            )  # fmt: skip
+        self._group, self._kept, self.rank, self.size = group, kept, kept.rank, kept.size
+        self._ranks, self._backend, self.known = kept.ranks, kept.backend, kept.known
         self.eager = self._backend == "gloo" or not torch.cuda.is_available()
-        self.known: set[Any] = _known.setdefault(group, set())
 
     @property
     def _bound(self) -> torch.device | None:
         """The device that its communicator was made for, where it was made for one."""
         return getattr(self._group, "bound_device_id", None)
 
+    @property
+    def window(self) -> Any:
+        """What ranks of one host write keys through, into each other's memory; None where they cannot."""
+        return self._kept.window
+
+    @property
+    def beside(self) -> bool:
+        """Whether kernels that move data run beside those that compute, so that it pays to send while one computes."""
+        return self._kept.beside
+
+    def meet(self) -> None:
+        """Once, all ranks at the same time: what they can do."""
+        if self._kept.met or self._backend != "nccl":
+            return
+        self._kept.met = True
+        self._kept.beside = not of_one_host(self)
+        if self._kept.beside:
+            return
+        found, window = _window(), None
+        if self.all_gather(np.array([found is not None], np.uint8)).all():
+            try:
+                window = found(self._group, self._bound or torch.device("cuda", torch.cuda.current_device()))
+            except Exception:  # noqa: BLE001 - for any reason that a driver, a machine or a container may have
+                window = None
+            if self.all_gather(np.array([window is not None], np.uint8)).all():
+                self._kept.window = window
+
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Works:
-        of_two: dict[int, int] = {}
-
-        def operation(what: Any, x: Any, rank: int, number: int) -> Any:
-            return distributed.P2POp(what, _bytes(x), self._ranks[rank], self._group, number)
-
-        operations = []
-        for what, some in ((distributed.isend, sends), (distributed.irecv, receives)):
-            of_two.clear()
-            for rank, x in some:
-                if x.numel():
-                    operations.append(operation(what, x, rank, of_two.setdefault(rank, 0)))
-                    of_two[rank] += 1
-        return _Works(distributed.batch_isend_irecv(operations) if operations else [])
+        operations, late = [], []
+        for rank, some in _by_rank(sends).items():
+            messages = [torch.cat(some)] if _few(some) else some
+            operations += [
+                distributed.P2POp(distributed.isend, x, self._ranks[rank], self._group, n)
+                for n, x in enumerate(messages)
+            ]
+        for rank, some in _by_rank(receives).items():
+            messages = some
+            if _few(some):
+                messages = [some[0].new_empty(sum(x.numel() for x in some))]
+                late += list(zip(some, messages[0].split([x.numel() for x in some])))
+            operations += [
+                distributed.P2POp(distributed.irecv, x, self._ranks[rank], self._group, n)
+                for n, x in enumerate(messages)
+            ]
+        return _Works(distributed.batch_isend_irecv(operations) if operations else [], late)
 
     def refuses(self, kind: str, on_gpu: bool, ordinal: int | None) -> str | None:
         """Why such arrays cannot be sent: what they must be."""
@@ -61,12 +115,38 @@ class TorchGroup:
 
 
 class _Works:
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
+    def __init__(self, works: list[Any], late: list[tuple[Any, Any]]) -> None:
+        self._works, self._late = works, late
 
     def wait(self) -> None:
         for x in self._works:
             x.wait()
+        if self._late:
+            torch._foreach_copy_([x for x, _ in self._late], [x for _, x in self._late])
+        self._works, self._late = [], []
+
+
+def _by_rank(some: Sequence[tuple[int, Any]]) -> dict[int, list[torch.Tensor]]:
+    """What goes to each rank, or comes from it, as bytes: both ends find the same."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for rank, x in some:
+        if x.numel():
+            found.setdefault(rank, []).append(_bytes(x))
+    return found
+
+
+def _few(some: list[torch.Tensor]) -> bool:
+    """Whether several messages are so short that one is sooner there, and the host done with it."""
+    return len(some) > 1 and sum(x.numel() for x in some) <= FEW
+
+
+def _window() -> Any:
+    """What makes one, where all is installed that it needs."""
+    try:
+        from .window import Window
+    except ImportError:
+        return None
+    return Window
 
 
 def groups(group: Any) -> Any:

@@ -4,7 +4,7 @@ these rows lie side by side."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .arrays import beside, empty, packed, put, put_sum, zeros
@@ -45,6 +45,74 @@ class Keys:
         for target, x in self._late:
             put(target, x)
         return self._found
+
+
+def pushed(
+    window: Any, rank: int, plan: Sequence[Round], k: Any, v: Any, memo: dict[Any, Any]
+) -> Iterator[tuple[Any, Any]] | None:
+    """K and V of each round, which ranks write into each other's halves of a window: those of the next are under way
+    while one is computed. None where the window is not to be had. memo: of arrays of these shapes."""
+    if not plan:
+        return None
+    if "moves" not in memo:
+        memo["moves"] = [_moves(of, rank, k, v) for of in plan]
+        memo["size"] = max(x.size for x in memo["moves"])
+    return _pushed(window, memo["moves"], k, v) if window.begin(memo["size"]) else None
+
+
+def _pushed(window: Any, moves: Sequence[_Moves], k: Any, v: Any) -> Iterator[tuple[Any, Any]]:
+    coming = _push(window, 0, moves[0], k, v)
+    for n in range(len(moves)):
+        window.arrived()
+        here, _ = coming
+        if n + 1 < len(moves):
+            coming = _push(window, (n + 1) % 2, moves[n + 1], k, v)
+        yield here
+    window.end()
+
+
+class _Moves(NamedTuple):
+    """Of a round, K and V each: (rank or None for this one's own half, byte there, byte in what this rank holds of the
+    round's heads, number of bytes)."""
+
+    heads: slice
+    shapes: tuple[tuple[int, ...], ...]  # of what this rank then has
+    begins: tuple[int, ...]  # where it has them, in its half
+    moves: tuple[tuple[tuple[int | None, int, int, int], ...], ...]
+    size: int  # bytes of the half of the rank that has most
+
+
+def _moves(of: Round, rank: int, k: Any, v: Any) -> _Moves:
+    shapes, begins, moves, begin = [], [], [], 0
+    for x in (k, v):
+        batch, count, _, dim = x.shape
+        heads = of.heads[1] - of.heads[0]
+        row, found = heads * dim * x.itemsize, []
+        own = [(None, of.length, m) for m in of.receives if m.source == rank]
+        for target, length, m in (*((m.target, m.length, m) for m in of.sends), *own):
+            for b in range(batch):
+                found += [
+                    (target, begin + (b * length + at[0]) * row, (b * count + held[0]) * row, (held[1] - held[0]) * row)
+                    for held, at in zip(m.held, m.here)
+                ]  # fmt: skip
+        shapes.append((batch, of.length, heads, dim))
+        begins.append(begin)
+        moves.append(tuple(found))
+        begin += -(-batch * of.longest * row // 1024) * 1024
+    return _Moves(slice(*of.heads), tuple(shapes), tuple(begins), tuple(moves), begin)
+
+
+def _push(window: Any, half: int, of: _Moves, k: Any, v: Any) -> tuple[tuple[Any, Any], list[Any]]:
+    """The room of this rank's keys of a round, and what must be kept until others have theirs."""
+    # The copy engine takes what lies in a piece.
+    mine = [packed(x if of.shapes[0][2] == x.shape[2] else x[:, :, of.heads]) for x in (k, v)]
+    parts = []
+    for x, some in zip(mine, of.moves):
+        address = window.address(x)
+        parts += [(rank, there, address + here, n) for rank, there, here, n in some]
+    window.push(half, parts)
+    k_of, v_of = (window.room(half, begin, shape, x) for x, begin, shape in zip(mine, of.begins, of.shapes))
+    return (k_of, v_of), mine
 
 
 def _packed_part(room: Any, x: Any, own: Sequence[tuple[Span, Span]], held: Span) -> Any:
