@@ -177,8 +177,8 @@ def attention(
     at : four integers, or an integer array of four, optional
         Of a part of a whole: where the first batch entry, head, query and key of these arrays stand among all. Query i
         then stands on key i, for causal, window and alibi_slopes; b, h, i and j of `score` and the numbers of dropout
-        are those of the whole (with dropout a query and key that are multiples of 16). An array is on the CPU, and is
-        read when the function is called.
+        are those of the whole (with dropout a query and key that are multiples of 16). An array (int32 or int64) on a
+        GPU is read when the kernels run, as `seed` is, and unchecked unless `check`; one on the CPU at the call.
     dropout : float
         Probabilities become 0 with this chance, from 0 to 1 (not included), and the others are divided by the share
         that is kept (Srivastava et al. 2014). In steps of 1 / 65536, at most 65534 of them, and exact in these. lse is
@@ -279,7 +279,7 @@ def attention(
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     if at is not None:
-        options["at"] = placed(at)
+        options["at"] = placed(at, arrays)
     if score is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
     call = Call(lib, FORWARD, arrays, options, {} if out is None else {"out": out}, number, family, return_lse)
@@ -327,6 +327,7 @@ def attention_backward(
     wrt: str | Iterable[str] = (),
     grads: tuple[A, A, A] | None = None,
     add: bool = False,
+    out_dtype: Any = None,
     family: str | None = None,
     **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Gradients:
@@ -356,6 +357,8 @@ def attention_backward(
         gradients are then not rounded.
     add : bool
         Add dq, dk and dv to what `grads` holds: of several parts of a whole, in the order of the calls.
+    out_dtype : dtype, optional
+        "float32": dq, dk and dv of inputs of 16 bits are not rounded; for who has no arrays to give as `grads`.
     family : str, optional
         As in `attention`.
 
@@ -383,8 +386,7 @@ def attention_backward(
     if not (key_mask is mask is bias is alibi_slopes is sinks is seed is dlse is None):
         arrays |= {
             "key_mask": key_mask, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-            "seed": seed,
-            "dlse": dlse,
+            "seed": seed, "dlse": dlse,
         }  # fmt: skip
     ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
     if ragged:
@@ -395,13 +397,13 @@ def attention_backward(
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
         "block_mask": block_mask, "at": at,
-        "dropout": dropout, "layout": layout,
+        "dropout": dropout, "out_dtype": out_dtype, "layout": layout,
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
         "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
     if at is not None:
-        options["at"] = placed(at)
+        options["at"] = placed(at, arrays)
     if score is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):

@@ -174,9 +174,10 @@ def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: An
             raise unexpected(function.__name__, name, known)
     seed, number = seed_of(given.get("seed"), given.get("dropout", 0.0))
     required = [name for name in operands if name != "dlse"]
-    arrays = present(required, operands | {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed})
+    optional = {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed, "at": None}
+    arrays = present(required, operands | optional)
     options, score_arrays = complete(given), given.get("score_arrays")
-    options["at"] = placed(options["at"])
+    options["at"] = placed(options["at"], arrays)
     lib = interop.library("q", arrays["q"])
     if options["score"] is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)

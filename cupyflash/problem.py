@@ -38,6 +38,7 @@ AXES = ("batch", "head", "query", "key")  # of arrays over pairs
 PLACES = {
     "key_head": "head", "query_block": "query", "key_block": "key",
     "offset": "batch", "sequence": "batch", "page": "key",  # of lengths.py
+    "axis": "key",  # of AXES, each of which has one
 }  # fmt: skip
 BLOCK = 128  # rows of these
 SCORE_ARRAYS = 32  # a score function reads no more: older drivers have 4 KB for the parameters of a kernel
@@ -120,6 +121,7 @@ class ArrayRule:
     rows: bool = False  # the kernels read it along the last axis, which must have stride 1
     of_float8: bool = False  # for inputs of 8 bits alone
     ragged: bool = False  # says where rows lie, of sequences whose lengths are data (lengths.py)
+    placed: bool = False  # says where rows stand. Programs without one of these two have no room for it
 
     def taken(self, dtype: str) -> list[str]:
         """The dtypes that it may have where q has this one, the usual one first."""
@@ -204,7 +206,7 @@ def _check_block_mask(block_mask: Any) -> tuple[str, ...] | None:
 
 def _check_out_dtype(dtype: Any) -> str | None:
     name = float_name(dtype)
-    if name not in (None, *OF_FLOAT8):
+    if name not in (None, *OF_FLOAT8, "float32"):
         raise ValueError(f"out_dtype is {dtype!r}; it must be {', '.join(OF_FLOAT8)} or None")
     return name
 
@@ -271,6 +273,8 @@ ARRAYS = (
     ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row",
         gradient=True),
     ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),
+    ArrayRule("at", ("axis",), OFFSETS, "places", "where the first batch entry, head, query and key stand", rows=True,
+        placed=True),
     ArrayRule("cu_seqlens_q", ("offset",), OFFSETS, "offsets of q", "where each sequence begins in q", rows=True,
         ragged=True),
     ArrayRule("cu_seqlens_k", ("offset",), OFFSETS, "offsets of k and v", "where each sequence begins in k and v",
@@ -327,7 +331,7 @@ class AttentionProblem:
     softcap: float | None = None
     score: Score | None = None
     block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
-    at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand among all
+    at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand, as numbers
     dropout: float = 0.0  # the share of the probabilities that become 0
     out_dtype: str | None = None  # of results; None: that of q
     cache_dtype: str | None = None  # of k and v, where that is of 8 bits beside q of 16 (cached.py)
@@ -368,12 +372,18 @@ class AttentionProblem:
         "top_left" as many further as it has more keys than queries."""
         return self.rows_q is not None or self.rows_k is not None or self.has("seqlens_k")
 
+    @property
+    def shifts(self) -> bool:
+        """Whether it is data on which keys queries stand. Then `diagonal` is a guess, for what costs time alone."""
+        return self.ragged or self.has("at")
+
     def extent(self, axis: str) -> int:
         """Length of an axis of ARRAYS."""
         lengths = {
             "batch": self.batch, "head": self.heads_q, "query": self.seq_q, "key": self.seq_k, "key_head": self.heads_k,
             "query_block": -(-self.seq_q // BLOCK), "key_block": -(-self.seq_k // BLOCK),
             "sequence": self.batch, "offset": self.batch + 1, "page": -(-self.seq_k // (self.page or 1)),
+            "axis": len(AXES),
         }  # fmt: skip
         return lengths[axis]
 
@@ -408,10 +418,10 @@ class AttentionProblem:
 
     @property
     def live(self) -> tuple[range, range]:
-        """The queries that see a key by position (causal, window), and the keys that a query sees; where none does,
-        all."""
+        """The queries that see a key by position (causal, window), and the keys that a query sees; where none does, or
+        positions are data, all."""
         q, k, d = range(self.seq_q), range(self.seq_k), self.diagonal
-        if self.ragged:
+        if self.shifts:
             return q, k
         first_q = 0 if self.right is None else max(0, -d - self.right)
         end_q = len(q) if self.left is None else min(len(q), len(k) - d + self.left)
@@ -430,9 +440,8 @@ class AttentionProblem:
 
     @property
     def visible(self) -> int:
-        """Number of (query, key) pairs that the band (causal and window) leaves, per head; at most, if lengths are
-        data."""
-        if self.ragged:
+        """Number of (query, key) pairs that the band (causal and window) leaves, per head; at most, if it is data."""
+        if self.shifts:
             return self.seq_q * self.seq_k
 
         def up_to(n: int) -> int:  # the sum over all x < n of the nearest to x of 0, ..., seq_k

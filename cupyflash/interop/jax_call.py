@@ -93,9 +93,7 @@ def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
     where = mask.device if mask else ""
     views = {name: View(shape, contiguous(shape), str(dtype), where, "jax") for name, shape, dtype in arrays}
     call = how.call({})
-    moved = views.pop("at", None) is not None
-    options = call.options | {"at": (0, 0, 0, 0)} if moved else call.options  # other numbers change no shape
-    problem, shapes = rules.state(views, {}, options, how.of)
+    problem, shapes = rules.state(views, {}, call.options, how.of)
     results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
     if not how.of.of_gradients:
         results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(views["q"].shape), problem), problem.lse_dtype))
@@ -106,10 +104,6 @@ def _plan(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Planned:
         return Planned(results, None)
     if where == "cpu":
         return Planned(results, None)
-    if moved:
-        raise NotImplementedError(
-            "at is traced, but there is a GPU, whose kernels take it as numbers alone; give four integers"
-        )
     from .jax_gpu import Callback
 
     return Planned(results, Callback(call, views))
@@ -148,9 +142,7 @@ def _on_cpu(how: How, names: Sequence[str], ctx: Any, out: Sequence[Any], *input
     if how.family is not None:
         dispatch.refuse_family(how.family, "jax")
     arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
-    at = arrays.pop("at", None)
-    call = how.call(arrays)
-    results = dispatch.run(call if at is None else call.but(options=call.options | {"at": tuple(at.tolist())}))
+    results = dispatch.run(how.call(arrays))
     results = (*results, *(results.of_arrays[name] for name in how.wrt))
     for target, x in zip(out, results):
         np.asarray(target)[...] = x

@@ -45,7 +45,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool = Fa
         their gradients that have an axis of vmap, in forward mode or in a second derivative.
     """
     check_flag("return_lse", return_lse)
-    arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS}}
+    arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS if not row.placed}}
     if isinstance(arrays["seed"], Integral):
         del arrays["seed"]
     read = options.get("score_arrays")

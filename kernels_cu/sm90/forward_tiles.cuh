@@ -55,8 +55,10 @@ using KTile = SwizzledTile<KEYS, DIM>;
 using OTile = SwizzledTile<ROWS, DIM_V, Out>;
 
 // Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which
-// are also those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
-constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
+// are also those that no query of their sequence sees. (Else none are there, and the tensor map, or what turned V, has
+// zeros.)
+constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS ||
+                                           (SHIFTS && sizeof(In) > 1 && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
 static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
 

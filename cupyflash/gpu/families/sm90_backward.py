@@ -28,7 +28,7 @@ from .sm90_backward_tiles import SHORT_BACKWARD, TILES, BackwardTile, has_all_ke
 from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, room
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
-LENGTHS_SPILLS = 160  # more, where lengths are data: those of a tile's sequence
+LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
 SHARE_SPILLS = 128  # bytes: where a share begins
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
@@ -150,7 +150,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip
     spills = t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS
-    spills += LISTED_SPILLS * (problem.block_mask is not None) + LENGTHS_SPILLS * problem.ragged
+    spills += LISTED_SPILLS * (problem.block_mask is not None) + LENGTHS_SPILLS * problem.shifts
     return KernelPlan(
         **common(problem, arch, BACKWARD),
         constants=constants,
