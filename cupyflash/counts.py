@@ -1,4 +1,4 @@
-"""Options that are whole numbers: the bounds of a window, places, longest lengths."""
+"""Options that are whole numbers: the bounds of a window, places, longest lengths, multiprocessors."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def check_at(at: Any) -> tuple[int, int, int, int] | None:
             "each 0 or more and less than 2**31"
         )
     return places
+
+
+def check_sms(n: Any) -> int | None:
+    if n is None:
+        return None
+    try:
+        count = 0 if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        count = 0
+    if not 1 <= count < 2**31:
+        raise ValueError(f"sms is {n!r}; it must be None or how many multiprocessors a call takes at most, 1 or more")
+    return count
 
 
 def check_hint(name: str, x: Any) -> int | None:

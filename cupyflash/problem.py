@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .counts import check_at, check_hint, check_window
+from .counts import check_at, check_hint, check_sms, check_window
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD, Pass
 from .reals import positive, real
@@ -260,6 +260,7 @@ OPTIONS = (
     OptionRule("max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q),
     OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k),
     OptionRule("batch_invariant", False, "A sequence's bits do not depend on the others.", _check_invariant),
+    OptionRule("sms", None, "How many multiprocessors a call takes at most.", check_sms),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, of_gradients=True),
 )
 ARRAYS = (
@@ -347,6 +348,7 @@ class AttentionProblem:
     max_seqlen_q: int | None = None  # hints, as powers of two: what is right does not depend on them
     max_seqlen_k: int | None = None
     batch_invariant: bool = False  # tiles and shares follow from a sequence's own length
+    sms: int | None = None  # multiprocessors that kernels take at most; None: all
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
     tangents: tuple[Given, ...] = ()  # those that are given to a pass that takes them, by what they are tangents of
 

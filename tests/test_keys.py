@@ -36,6 +36,7 @@ CHANGED_OPTIONS: dict[str, Any] = {
     "causal": [True, "top_left"], "window": [(0, None), (None, 0), (0, 0)], "scale": [0.5, -0.5],
     "softcap": [2.0, 3.0], "score": [lambda s, b, h, i, j: 2 * s, lambda s, b, h, i, j: 3 * s], "dropout": [0.1, 0.2],
     "layout": ["bhsd"], "deterministic": [True], "at": [(0, 0, 0, 0), (0, 0, 0, 64)],
+    "sms": [1, 2],
 }  # fmt: skip
 CHANGED_ARRAYS: dict[str, list[tuple[tuple[int, ...], Any]]] = {
     "key_mask": [((B, SK), bool), ((1, SK), bool)], "mask": [((B, HQ, SQ, SK), bool), ((SK,), bool)],
@@ -72,6 +73,7 @@ def calls(gpu: Gpu, backward: bool) -> list[tuple[str, Callable[[], Any]]]:
     for name, forms in CHANGED_ARRAYS.items():
         changes += [(f"{name} {shape} {np.dtype(dtype)}", {name: gpu.array(shape, dtype)}) for shape, dtype in forms]
     changes += [(f"family {name}", {"family": name}) for name in ("sm80", "simt")]
+    changes += [(f"places in memory, {x}", {"at": gpu.array((4,), np.dtype(x))}) for x in ("int32", "int64")]
     changes += [("seed in memory", {"dropout": 0.1, "seed": gpu.array((1,), np.int64)})]
     rows = {"q": SQ, "k": SK, "v": SK, "dout": SQ, "out": SQ}
     for name, x in base.items():

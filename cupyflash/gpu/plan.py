@@ -85,6 +85,8 @@ def plan(
         raise ValueError(
             f"at has query {query} and key {key}, {abs(problem.diagonal)} apart; the kernels take less than 2**{limit}"
         )
+    if problem.sms is not None:  # as of a GPU that has no more
+        arch = dataclasses.replace(arch, sms=min(arch.sms, problem.sms))
     objections: list[str] = []
     for name, room in FAMILIES.items():
         if family == name or (family is None and name not in ON_REQUEST):

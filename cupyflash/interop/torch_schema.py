@@ -30,7 +30,7 @@ _TYPES = {
     "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
     "block_mask": "SymInt[]?", "at": "SymInt[]?", "dropout": "Scalar", "out_dtype": "str?", "out_scale": "Scalar",
     "layout": "str", "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "batch_invariant": "bool",
-    "deterministic": "bool",
+    "sms": "SymInt?", "deterministic": "bool",
 }  # fmt: skip
 
 _CALLED = {"at": "place"}  # options in a schema that are called like an array of it

@@ -79,7 +79,7 @@ class Explanation:
             ("k, v", wording.keys_and_values(p, self.rank)),
             ("mask", wording.mask(p)),
             *([("score", scores)] if (scores := wording.scores(p)) else []),
-            ("device", self.device),
+            ("device", self.device + (f", {p.sms} multiprocessors at most" if p.sms and self.device != "cpu" else "")),
             ("family", self.family),
             *[("  passed over", why) for why in self.passed_over],
         ]

@@ -109,7 +109,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     t, finish, pairs, size = found
     dim, dim_v = padded(problem)
     whole = has_all_keys(problem, t)
-    cluster, clusters = t.cluster, t.blocks * arch.sms // t.cluster  # those at work at once
+    cluster, clusters = t.cluster, max(1, t.blocks * arch.sms // t.cluster)  # those at work at once
     # Of all heads; packed sequences are one entry of a batch.
     all_keys, all_queries = key_tiles(problem, cluster * t.keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * (problem.batch if problem.rows_k is None else 1)
