@@ -55,6 +55,7 @@ class Shared(TypedDict, total=False):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     batch_invariant: bool
+    sms: int | None
     check: bool
     deterministic: bool
     family: str | None
@@ -117,6 +118,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     batch_invariant: bool = False,
+    sms: int | None = None,
     check: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -155,9 +157,8 @@ def attention(
         c in c · tanh(s / c), which keeps scores between -c and c. None or 0: no cap.
     key_mask : (B, Sk) bool, optional
         True where the key may be attended. This and the arrays below have the shape given or one that NumPy broadcasts
-        to it:
-        a length of 1 stands for all, leading axes may be left out. They are read where they are, never expanded (a
-        key_mask whose last axis is not contiguous is copied). Where q has no batch axis, or no heads, they have none.
+        to it: a length of 1 stands for all, leading axes may be left out. They are read where they are (a key_mask
+        whose last axis is not contiguous is copied). Where q has no batch axis, or no heads, they have none.
     mask : (B, Hq, Sq, Sk) bool, optional
         True where the query may attend the key.
     bias : (B, Hq, Sq, Sk), optional
@@ -178,13 +179,13 @@ def attention(
         For each head a score more in the denominator of every row, with no value; in the dtype of q or float32. Neither
         scaled, capped, biased nor masked. lse includes it.
     block_mask : BlockMask, optional
-        Made by `cupyflash.block_mask`: what it hides in whole blocks costs no time, and what it leaves in whole blocks
-        no test. For (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q.
+        Made by `cupyflash.block_mask` for (B, Hq, Sq, Sk), or 1 for the batch and the heads, on the device of q: what
+        it hides in whole blocks costs no time, and what it leaves in whole blocks no test.
     at : four integers, or an integer array of four, optional
         Of a part of a whole: where the first batch entry, head, query and key of these arrays stand among all. Query i
         then stands on key i, for causal, window and alibi_slopes; b, h, i and j of `score` and the numbers of dropout
-        are those of the whole (with dropout a query and key that are multiples of 16). An array is on the CPU, and is
-        read when the function is called.
+        are those of the whole (with dropout a query and key that are multiples of 16). An array (int32 or int64) on a
+        GPU is read when the kernels run, as `seed` is, and unchecked unless `check`; one on the CPU at the call.
     latent : int, optional
         Latent attention: V is the first so many columns of K, in its memory; v is left out. A forward alone.
     dropout : float
@@ -206,8 +207,7 @@ def attention(
     out_dtype : dtype, optional
         Of the result, for inputs of float8_e4m3fn: bfloat16, which is the default, float16 or float8_e4m3fn.
     out_scale : float
-        What the result is multiplied by before it is rounded, for k and v of 8 bits; what is beyond 448 then
-        becomes 448 in a result of 8 bits.
+        What the result is multiplied by before it is rounded, for k and v of 8 bits. Beyond 448 one of 8 bits is 448.
     layout : "bshd" or "bhsd"
         Where the heads stand. Without the batch axis (S, H, D) and without heads (S, D) are accepted too.
     cu_seqlens_q : (N + 1,) int32 or int64, optional
@@ -231,6 +231,10 @@ def attention(
     batch_invariant : bool
         What comes of a sequence does not depend, to the bit, on the others of the call: on a CPU it never does. Kernels
         give the same out and lse, too, however its queries are cut.
+    sms : int, optional
+        Multiprocessors of a GPU that a call takes at most: others are free for what runs beside it. Tiles, shares of
+        keys and grids are those of a GPU with so many, and so are the bits. It bounds the grids of sm90, but for short
+        launches before and after; sm80 and simt have a block for each tile, and share keys by it. CPUs ignore it.
     check : bool
         Look at the values of these arrays first, as is always done on a CPU; CUPYFLASH_CHECK=1 asks it of all calls. On
         a GPU that waits for the device. Unchecked values are clamped there: nothing outside of the arrays is read or
@@ -238,11 +242,11 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of every row's scores, which `attention_backward` and `merge` need.
     deterministic : bool
-        The forward always is, bit for bit; this asks it of the gradients that PyTorch and JAX take. For tensors
-        `torch.use_deterministic_algorithms(True)` asks it too.
+        The forward always is, bit for bit; this asks it of the gradients that PyTorch (where
+        `torch.use_deterministic_algorithms(True)` does too) and JAX take.
     out : array, optional
-        Where to write the result: the shape, dtype, library and device of the result, and memory of its own. Beside
-        inputs of 16 bits it may be of float32: the result is then not rounded.
+        Where to write the result, with memory of its own; beside inputs of 16 bits also of float32: it is not rounded
+        then.
     family : "sm90", "sm80", "simt", "flash1", optional
         Take this kernel family instead of the fastest one that supports the problem. "flash1", FlashAttention as
         published in 2022, is there to be compared with and is taken only where it is named.
@@ -275,9 +279,8 @@ def attention(
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
         "block_mask": block_mask, "at": at, "latent": latent, "dropout": dropout, "out_dtype": out_dtype,
-        "out_scale": out_scale, "layout": layout,
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
-        "deterministic": deterministic,
+        "out_scale": out_scale, "layout": layout, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        "batch_invariant": batch_invariant, "sms": sms, "deterministic": deterministic,
     }  # fmt: skip
     if not (q_descale is k_descale is v_descale is None):
         arrays |= fold_descales(options, q, k, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
@@ -285,7 +288,7 @@ def attention(
         check_flag("return_lse", return_lse)
     lib = interop.library("q", q)
     if at is not None:
-        options["at"] = placed(at)
+        options["at"] = placed(at, arrays)
     if score is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
     call = Call(lib, FORWARD, arrays, options, {} if out is None else {"out": out}, number, family, return_lse)
@@ -327,12 +330,14 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     batch_invariant: bool = False,
+    sms: int | None = None,
     check: bool = False,
     deterministic: bool = False,
     dlse: Array | None = None,
     wrt: str | Iterable[str] = (),
     grads: tuple[A, A, A] | None = None,
     add: bool = False,
+    out_dtype: Any = None,
     family: str | None = None,
     **unknown: NoReturn,  # refused, and told what it is called here
 ) -> Gradients:
@@ -347,21 +352,21 @@ def attention_backward(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them, out in the dtype of q
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
-    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
-    as given to `attention`
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, sms,
+    check : as given to `attention`
     deterministic : bool
         Bitwise the same gradients in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
-        Gradient of the loss with respect to `lse`, in its dtype, where the loss depends on that too. Rows that see no
-        key have none.
+        Gradient of the loss with respect to `lse`, in its dtype, where it depends on that; 0 where no key is seen.
     wrt : names, or one name
         Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in
         score_arrays. dq, dk and dv do not depend on it.
     grads : (dq, dk, dv), optional
-        Where to write these gradients: each with memory of its own. Beside inputs of 16 bits they may be of float32:
-        gradients are then not rounded.
+        Where to write these gradients, each with memory of its own; beside inputs of 16 bits also of float32.
     add : bool
         Add dq, dk and dv to what `grads` holds: of several parts of a whole, in the order of the calls.
+    out_dtype : dtype, optional
+        "float32": dq, dk and dv of inputs of 16 bits are not rounded; for who has no arrays to give as `grads`.
     family : str, optional
         As in `attention`.
 
@@ -397,13 +402,13 @@ def attention_backward(
     arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
-        "block_mask": block_mask, "at": at, "dropout": dropout, "layout": layout,
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant,
-        "deterministic": deterministic,
+        "block_mask": block_mask, "at": at, "dropout": dropout, "out_dtype": out_dtype, "layout": layout,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        "batch_invariant": batch_invariant, "sms": sms, "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
     if at is not None:
-        options["at"] = placed(at)
+        options["at"] = placed(at, arrays)
     if score is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)
     if grads is not None and (not isinstance(grads, (tuple, list)) or len(grads) != 3):

@@ -1,4 +1,4 @@
-"""Options that are whole numbers: the bounds of a window, places, columns, longest lengths."""
+"""Options that are whole numbers: the bounds of a window, places, columns, longest lengths, multiprocessors."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ def check_latent(latent: Any) -> int | None:
     if n < 1:
         raise ValueError(f"latent is {n}; it must be 1 or more, the first columns of k that are V")
     return n
+
+
+def check_sms(n: Any) -> int | None:
+    if n is None:
+        return None
+    try:
+        count = 0 if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        count = 0
+    if not 1 <= count < 2**31:
+        raise ValueError(f"sms is {n!r}; it must be None or how many multiprocessors a call takes at most, 1 or more")
+    return count
 
 
 def check_hint(name: str, x: Any) -> int | None:

@@ -60,8 +60,8 @@ def attention_jvp(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them, out in the dtype of q
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
-    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check,
-    deterministic : as given to `attention`
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, sms,
+    check, deterministic : as given to `attention`
     tout : (B, Sq, Hq, Dv), optional
         Where to write the tangent of out.
     family : str, optional
@@ -122,8 +122,8 @@ def attention_backward_jvp(
     q, k, v : as given to `attention`
     out, lse : as `attention(..., return_lse=True)` returned them, out in the dtype of q
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
-    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, check :
-    as given to `attention`
+    dropout, seed, layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k, batch_invariant, sms,
+    check : as given to `attention`
     deterministic : bool
         Bitwise the same results in every run; on a CPU, with any number of cores.
     dlse : (B, Hq, Sq), optional
@@ -174,9 +174,10 @@ def _call(function: Callable[..., Any], of: Pass, operands: Arrays, tangents: An
             raise unexpected(function.__name__, name, known)
     seed, number = seed_of(given.get("seed"), given.get("dropout", 0.0))
     required = [name for name in operands if name != "dlse"]
-    arrays = present(required, operands | {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed})
+    optional = {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed, "at": None}
+    arrays = present(required, operands | optional)
     options, score_arrays = complete(given), given.get("score_arrays")
-    options["at"] = placed(options["at"])
+    options["at"] = placed(options["at"], arrays)
     lib = interop.library("q", arrays["q"])
     if options["score"] is not None or score_arrays is not None:
         trace_score(lib, arrays, options, score_arrays)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from . import interop
 from .call import Arrays, Call
+from .counts import check_at
 from .gradients import Gradients
 from .problem import mask_kind
 from .rules import argument_name, lasting, state
@@ -23,6 +24,8 @@ def run(call: Call) -> Any:
         call = call.but(arrays=arrays, targets=targets)
     try:
         on_gpu = adapter.on_gpu(arrays["q"])
+        if "at" in arrays and not (on_gpu or adapter.on_gpu(arrays["at"])):
+            call = _with_numbers(call)
         if call.family is not None and not on_gpu:
             refuse_family(call.family, adapter.kind)
         if call.check and on_gpu:
@@ -34,6 +37,13 @@ def run(call: Call) -> Any:
     for x in targets.values():
         adapter.written(x)
     return results if arrays["q"] is q else _as_given(call, results, q, into)
+
+
+def _with_numbers(call: Call) -> Call:
+    """A call on a CPU whose `at` is an array."""
+    arrays = dict(call.arrays)
+    numbers = check_at((*call.lib.to_numpy(arrays.pop("at")).tolist(),))
+    return call.but(arrays=arrays, options=call.options | {"at": numbers})
 
 
 def refuse_family(family: str, kind: str) -> NoReturn:

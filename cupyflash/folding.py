@@ -188,7 +188,7 @@ class Folding:
     def _one(self, name: str, x: Any, has: bool) -> Any:
         """`name`: of the array whose tangent it is, if it is one."""
         row, whole = _OPTIONAL.get(name), name in self._whole
-        if row is not None:
+        if row is not None and not row.placed:
             return self._optional(row, x, has, whole)
         if name in self.reads:
             x = self._expand(x[None], (self.size, *x.shape)) if whole and not has else x

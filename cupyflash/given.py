@@ -32,19 +32,18 @@ def trace_score(lib: Library, arrays: Arrays, options: dict[str, Any], score_arr
         arrays.update((key, given[x.name]) for key, x in zip(score.keys, score.arrays))
 
 
-def placed(at: Any) -> Any:
-    """`at` as the numbers that it holds now; an array that JAX traces as it is."""
+def placed(at: Any, arrays: Arrays) -> tuple[int, ...] | None:
+    """`at` as the numbers that it holds now. None where it is on a device or traced: it is one of the arrays then."""
     if not hasattr(at, "shape"):
         return check_at(at)
     lib = interop.library("at", at)
     x = interop.view(lib, "at", at)
     if x.dtype not in INTEGERS or x.shape != (4,):
         raise TypeError(f"at is an array of {x.dtype} of shape {x.shape}; it must have four integers")
-    if lib.kind == "jax" and not x.device:
-        return at
-    if interop.inlined(lib) or x.device != "cpu":
-        raise ValueError(f"at is an array on {x.device or 'no device yet'}; it must be on the CPU, or four integers")
-    return check_at(at.tolist())
+    if x.device == "cpu" and not interop.followed(lib, at):
+        return check_at((*at.tolist(),))
+    arrays["at"] = at
+    return None
 
 
 def present(required: Iterable[str], arrays: Arrays) -> Arrays:
@@ -61,4 +60,4 @@ def present(required: Iterable[str], arrays: Arrays) -> Arrays:
 def with_check(call: Call, check: Any) -> Call:
     """A call that knows whether values on a device shall be looked at: for it alone, or for all of the process."""
     asked = asked_for(check)
-    return call.but(check=True) if asked and stated(call.arrays) else call
+    return call.but(check=True) if asked and (stated(call.arrays) or "at" in call.arrays) else call

@@ -217,8 +217,9 @@ def check_options(options: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if options[name] is not None and not any(given.get(x) is not None for x in about):
             raise ValueError(f"{name} is {given[name]}, but {' or '.join(about)}, which it is about, is not given")
     lengths = stated(given)
-    if lengths and options.get("at") is not None:
-        raise ValueError(f"at is {options['at']}, and {lengths[0]} is given; it must be None there")
+    if lengths and (at := options.get("at") or given.get("at")) is not None:
+        what = f"an array of {at.dtype}" if isinstance(at, View) else at
+        raise ValueError(f"at is {what}, and {lengths[0]} is given; it must be None there")
 
 
 def untaken(problem: AttentionProblem) -> str | None:

@@ -98,7 +98,7 @@ ELSEWHERE = {
     ("attention_jvp", "dlse"): "that belongs to attention_backward_jvp",
     ("attention_jvp", "wrt"): "tangents say what moves; wrt belongs to attention_backward and attention_backward_jvp",
 }
-OF_8_BITS = ("q_descale", "k_descale", "v_descale", "out_dtype", "out_scale")
+OF_8_BITS = ("q_descale", "k_descale", "v_descale", "out_scale")
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .counts import check_at, check_hint, check_latent, check_window
+from .counts import check_at, check_hint, check_latent, check_sms, check_window
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD, Pass
 from .reals import positive, real
@@ -38,6 +38,7 @@ AXES = ("batch", "head", "query", "key")  # of arrays over pairs
 PLACES = {
     "key_head": "head", "query_block": "query", "key_block": "key",
     "offset": "batch", "sequence": "batch", "page": "key",  # of lengths.py
+    "axis": "key",  # of AXES, each of which has one
 }  # fmt: skip
 BLOCK = 128  # rows of these
 SCORE_ARRAYS = 32  # a score function reads no more: older drivers have 4 KB for the parameters of a kernel
@@ -120,6 +121,7 @@ class ArrayRule:
     rows: bool = False  # the kernels read it along the last axis, which must have stride 1
     of_float8: bool = False  # for inputs of 8 bits alone
     ragged: bool = False  # says where rows lie, of sequences whose lengths are data (lengths.py)
+    placed: bool = False  # says where rows stand. Programs without one of these two have no room for it
 
     def taken(self, dtype: str) -> list[str]:
         """The dtypes that it may have where q has this one, the usual one first."""
@@ -204,7 +206,7 @@ def _check_block_mask(block_mask: Any) -> tuple[str, ...] | None:
 
 def _check_out_dtype(dtype: Any) -> str | None:
     name = float_name(dtype)
-    if name not in (None, *OF_FLOAT8):
+    if name not in (None, *OF_FLOAT8, "float32"):
         raise ValueError(f"out_dtype is {dtype!r}; it must be {', '.join(OF_FLOAT8)} or None")
     return name
 
@@ -259,6 +261,7 @@ OPTIONS = (
     OptionRule("max_seqlen_q", None, "A hint: how many queries a packed sequence has at most.", _check_most_q),
     OptionRule("max_seqlen_k", None, "A hint: how many keys a sequence has at most.", _check_most_k),
     OptionRule("batch_invariant", False, "A sequence's bits do not depend on the others.", _check_invariant),
+    OptionRule("sms", None, "How many multiprocessors a call takes at most.", check_sms),
     OptionRule("deterministic", False, "The same bits in every run.", _check_deterministic, of_gradients=True),
 )
 ARRAYS = (
@@ -272,6 +275,8 @@ ARRAYS = (
     ArrayRule("sinks", ("head",), ("q", "float32"), "sinks", "a score more in the denominator of each row",
         gradient=True),
     ArrayRule("seed", (), INTEGERS, "seed", "of dropout"),
+    ArrayRule("at", ("axis",), OFFSETS, "places", "where the first batch entry, head, query and key stand", rows=True,
+        placed=True),
     ArrayRule("cu_seqlens_q", ("offset",), OFFSETS, "offsets of q", "where each sequence begins in q", rows=True,
         ragged=True),
     ArrayRule("cu_seqlens_k", ("offset",), OFFSETS, "offsets of k and v", "where each sequence begins in k and v",
@@ -328,7 +333,7 @@ class AttentionProblem:
     softcap: float | None = None
     score: Score | None = None
     block_mask: tuple[str, ...] | None = None  # of a block mask, the axes along which it has several patterns
-    at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand among all
+    at: tuple[int, int, int, int] | None = None  # where the first batch entry, head, query and key stand, as numbers
     latent: int | None = None  # V is the first so many columns of K, in its memory
     dropout: float = 0.0  # the share of the probabilities that become 0
     out_dtype: str | None = None  # of results; None: that of q
@@ -345,6 +350,7 @@ class AttentionProblem:
     max_seqlen_q: int | None = None  # hints, as powers of two: what is right does not depend on them
     max_seqlen_k: int | None = None
     batch_invariant: bool = False  # tiles and shares follow from a sequence's own length
+    sms: int | None = None  # multiprocessors that kernels take at most; None: all
     given: tuple[Given, ...] = ()  # the optional arrays, in the order of ARRAYS
     tangents: tuple[Given, ...] = ()  # those that are given to a pass that takes them, by what they are tangents of
 
@@ -370,12 +376,18 @@ class AttentionProblem:
         "top_left" as many further as it has more keys than queries."""
         return self.rows_q is not None or self.rows_k is not None or self.has("seqlens_k")
 
+    @property
+    def shifts(self) -> bool:
+        """Whether it is data on which keys queries stand. Then `diagonal` is a guess, for what costs time alone."""
+        return self.ragged or self.has("at")
+
     def extent(self, axis: str) -> int:
         """Length of an axis of ARRAYS."""
         lengths = {
             "batch": self.batch, "head": self.heads_q, "query": self.seq_q, "key": self.seq_k, "key_head": self.heads_k,
             "query_block": -(-self.seq_q // BLOCK), "key_block": -(-self.seq_k // BLOCK),
             "sequence": self.batch, "offset": self.batch + 1, "page": -(-self.seq_k // (self.page or 1)),
+            "axis": len(AXES),
         }  # fmt: skip
         return lengths[axis]
 
@@ -410,10 +422,10 @@ class AttentionProblem:
 
     @property
     def live(self) -> tuple[range, range]:
-        """The queries that see a key by position (causal, window), and the keys that a query sees; where none does,
-        all."""
+        """The queries that see a key by position (causal, window), and the keys that a query sees; where none does, or
+        positions are data, all."""
         q, k, d = range(self.seq_q), range(self.seq_k), self.diagonal
-        if self.ragged:
+        if self.shifts:
             return q, k
         first_q = 0 if self.right is None else max(0, -d - self.right)
         end_q = len(q) if self.left is None else min(len(q), len(k) - d + self.left)
@@ -432,9 +444,8 @@ class AttentionProblem:
 
     @property
     def visible(self) -> int:
-        """Number of (query, key) pairs that the band (causal and window) leaves, per head; at most, if lengths are
-        data."""
-        if self.ragged:
+        """Number of (query, key) pairs that the band (causal and window) leaves, per head; at most, if it is data."""
+        if self.shifts:
             return self.seq_q * self.seq_k
 
         def up_to(n: int) -> int:  # the sum over all x < n of the nearest to x of 0, ..., seq_k

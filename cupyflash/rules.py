@@ -12,9 +12,9 @@ import numbers
 from dataclasses import replace
 from typing import Any
 
-from . import cached, latent, lengths
+from . import cached, latent, lengths, places
 from .layouts import doubt, of_layout
-from .passes import FORWARD, PER_QUERY, Pass
+from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
 from .problem import (
     ARRAY_RULES,
     ARRAYS,
@@ -142,7 +142,7 @@ def describe(q: View, k: View, v: View | None = None, **given: Any) -> Attention
         problem = _described(**views, **given)
     except ValueError as error:
         raise of_layout(error, layout, lambda other: _described(**views, **given | {"layout": other})) from None
-    _check_place(problem)
+    places.check(problem)
     doubt(problem, q, layout)
     return problem
 
@@ -150,7 +150,8 @@ def describe(q: View, k: View, v: View | None = None, **given: Any) -> Attention
 def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     score_arrays = given.pop("score_arrays", None) or {}
     check_options("describe", given)
-    options = {row.name: row.check(given.get(row.name, row.default)) for row in OPTIONS}
+    asked, given = places.apart(given)
+    options = {row.name: row.check(asked.get(row.name, row.default)) for row in OPTIONS}
     layout, (left, right) = options.pop("layout"), options.pop("window")
     named, ragged = {"q": q, "k": k, "v": v}, bool(lengths.stated(given))
     lengths.check_options(options, given)
@@ -197,7 +198,7 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
         diagonal = options["at"][2] - options["at"][3]  # query i of all stands on key i
     if options["causal"] is not None:
         right = 0 if right is None else min(right, 0)
-    if not (ragged or options["batch_invariant"]):
+    if not (ragged or options["batch_invariant"] or given["at"]):  # else it is data what a bound hides
         left, right = bounds(left, right, diagonal, sq, sk)
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
     options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
@@ -208,11 +209,14 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
             "the cap into that, as c * tanh(s / c)"
         )
     for name, given_, usual in (("out_dtype", options["out_dtype"], None), ("out_scale", options["out_scale"], 1.0)):
-        if q.dtype != FLOAT8 and given_ != usual and not (cache_dtype and name == "out_scale"):
+        wide = name == "out_dtype" and q.dtype in HALVES and given_ == "float32"  # of gradients: `_stated`
+        if q.dtype != FLOAT8 and given_ != usual and not (cache_dtype and name == "out_scale") and not wide:
             raise ValueError(
                 f"{name} is {given_}; with q of {q.dtype} it must be {usual}: it is for inputs of {FLOAT8}"
             )
-    if q.dtype == FLOAT8 and options["out_dtype"] is None:
+    if q.dtype == FLOAT8 and options["out_dtype"] not in OF_FLOAT8:
+        if options["out_dtype"] is not None:
+            raise ValueError(f"out_dtype is {options['out_dtype']!r}; it must be {', '.join(OF_FLOAT8)} or None")
         options["out_dtype"] = OF_FLOAT8[0]
     options["dropout"] *= round(options["dropout"] * DROPOUT_STEPS) > 0  # a share that never drops anything is none
     arrays = [(row, given[row.name]) for row in _arrays_in(given) if options["dropout"] or row.name != "seed"]
@@ -245,18 +249,6 @@ def _spread(row: ArrayRule, x: View, rank: int, packed: bool | None) -> tuple[st
     """The axes along which an array given for this row has more than one entry. `packed`: whether q is, where lengths
     are data."""
     return row.spread(x, rank) if packed is None else lengths.spread(row, x, packed)
-
-
-def _check_place(problem: AttentionProblem) -> None:
-    """Of a part of a whole. (Nothing of layout: another one does not make it right.)"""
-    for axis, first in zip(AXES, problem.at or ()):
-        n = problem.extent(axis)
-        if first + n > 2**31:
-            raise ValueError(
-                f"at is {problem.at}: the last {axis} would stand at {first + n - 1}; it must be less than 2**31"
-            )
-        if problem.dropout and axis in ("query", "key") and first % 16:
-            raise ValueError(f"at is {problem.at}; with dropout its {axis}, {first}, must be a multiple of 16")
 
 
 def _check_mask_kind(kind: MaskKind, problem: AttentionProblem, q: View) -> None:
@@ -317,6 +309,8 @@ def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) ->
         raise ValueError(f"{row.name} has shape {x.shape}; it must have one element ({row.entry})")
     if problem.ragged:
         lengths.check_array(row, x, problem)
+    elif row.placed and x.shape != want:
+        raise ValueError(f"{row.name} has shape {x.shape}; it must be {want} ({row.entry})")
     elif row.axes and (
         len(x.shape) > len(want) or any(n not in (1, whole) for n, whole in zip(reversed(x.shape), reversed(want)))
     ):
@@ -351,7 +345,7 @@ def state(
         stated = _stated(views, targets, options, of)
     except ValueError as error:
         raise of_layout(error, layout, lambda other: _stated(views, targets, options | {"layout": other}, of)) from None
-    _check_place(stated[0])
+    places.check(stated[0])
     doubt(stated[0], views["q"], layout)
     return stated
 
@@ -363,8 +357,14 @@ def _stated(
     q, k, v = (views[name] for name in "qkv")
     score = options.get("score")
     reads = {x.name: views[x.key] for x in score.arrays} if isinstance(score, Score) else {}
-    problem = _described(q, k, v, **options, **{row.name: views.get(row.name) for row in ARRAYS}, score_arrays=reads)
+    arrays = {row.name: views[row.name] for row in ARRAYS if row.name in views}
+    problem = _described(q, k, v, **options | arrays, score_arrays=reads)
     problem = for_pass(problem, of)
+    if problem.widened and of is not BACKWARD:
+        raise ValueError(
+            f"out_dtype is float32; with q of {q.dtype} it must be None but for gradients: give an array of float32 to "
+            "write to"
+        )
     out, lse = out_shape(q.shape, problem), lse_shape(len(q.shape), problem)
     if of is not FORWARD:
         lengths.refuse_pages(problem, of)

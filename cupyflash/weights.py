@@ -102,7 +102,7 @@ def attention_weights(
     lse : (B, Hq, Sq), optional
         As `attention(..., return_lse=True)` returned it: saves a call where there are few queries.
     causal, window, scale, softcap, key_mask, mask, bias, alibi_slopes, sinks, score, score_arrays, block_mask, at,
-    layout, batch_invariant, deterministic, family : as given to `attention`
+    layout, batch_invariant, sms, deterministic, family : as given to `attention`
 
     Returns
     -------

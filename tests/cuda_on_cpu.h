@@ -382,6 +382,10 @@ static unsigned __ballot_sync(unsigned mask, bool yes) { return on_cpu::vote("__
 static bool __any_sync(unsigned mask, bool yes) { return on_cpu::vote("__any_sync", mask, yes) != 0; }
 static bool __all_sync(unsigned mask, bool yes) { return on_cpu::vote("__all_sync", mask, yes) == ~0u; }
 
+template <class T>
+static T __ldg(const T* address) {
+    return *address;
+}
 template <class T, class U>
 static T atomicAdd(T* address, U x) {
     T before = *address;

@@ -99,7 +99,8 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
     scored = rng.random() < 0.5 and backend.takes(dtype, 64, 64, softcap=1.0)
     given = []
     for row in ARRAYS:
-        if row.name not in ("key_mask", "seed") and not (row.of_float8 or row.ragged) and scored and rng.random() < 0.4:
+        known = row.name not in ("key_mask", "seed") and not (row.of_float8 or row.ragged or row.placed)
+        if known and scored and rng.random() < 0.4:
             dtypes = [dtype if x == "q" else x for x in row.dtypes if dtype != FLOAT8 or x != "q"]
             given.append((row.name, dtypes[rng.integers(len(dtypes))]))
     dropout = rng.random() < 0.2 and backend.takes(dtype, 64, 64, dropout=0.5)

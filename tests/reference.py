@@ -155,7 +155,9 @@ def kept(problem: AttentionProblem, given: dict[str, np.ndarray | None]) -> np.n
     rows, columns = -(-problem.seq_q // 16) * 8, -(-problem.seq_k // 16) * 4
     b, h, row, column = np.ogrid[: problem.batch, : problem.heads_q, :rows, :columns]
     seed = int(np.asarray(given["seed"]).reshape(())) % 2**64
-    words = np.stack(philox([column, b, row, h], (seed % 2**32, seed // 2**32), 7), -1).astype("<u4")
+    batch, head, query, key = problem.at or (0, 0, 0, 0)
+    counter = [column + key // 4, b + batch, row + query // 2, h + head]
+    words = np.stack(philox(counter, (seed % 2**32, seed // 2**32), 7), -1).astype("<u4")
     keeps = (words.view("<u2") >= round(problem.dropout * 2**16)).reshape(problem.batch, problem.heads_q, -1)
     i, j = np.ogrid[: problem.seq_q, : problem.seq_k]
     place = (i // 16 * 8 + i % 8) * columns + j // 16 * 4 + j % 8 // 2

@@ -19,7 +19,7 @@ FLOORS = (
         "blockmask.tile_lists", "interop.foreign", "namespaces",
         "torch.dropout", "tools.visible",
     ),
-    ("problem rules lengths layouts gradients cached latent", "call", "arrays"),
+    ("problem rules lengths places layouts gradients cached latent", "call", "arrays"),
     ("interop.protocol", "overlap", "folding", "float8", "rotary caches"),
     ("gpu", "cpu", "interop"),
     ("dispatch", "merging", "blockmask", "tangents", "writing"),

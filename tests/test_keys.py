@@ -36,7 +36,7 @@ CHANGED_OPTIONS: dict[str, Any] = {
     "causal": [True, "top_left"], "window": [(0, None), (None, 0), (0, 0)], "scale": [0.5, -0.5],
     "softcap": [2.0, 3.0], "score": [lambda s, b, h, i, j: 2 * s, lambda s, b, h, i, j: 3 * s], "dropout": [0.1, 0.2],
     "layout": ["bhsd"], "deterministic": [True], "at": [(0, 0, 0, 0), (0, 0, 0, 64)],
-    "latent": [D, D // 2],
+    "latent": [D, D // 2], "sms": [1, 2],
 }  # fmt: skip
 CHANGED_ARRAYS: dict[str, list[tuple[tuple[int, ...], Any]]] = {
     "key_mask": [((B, SK), bool), ((1, SK), bool)], "mask": [((B, HQ, SQ, SK), bool), ((SK,), bool)],
@@ -50,7 +50,8 @@ def test_every_option_and_array_is_changed() -> None:
     assert {row.name for row in OPTIONS} == CHANGED_OPTIONS.keys() | {
         "block_mask", "out_dtype", "out_scale", "max_seqlen_q", "max_seqlen_k", "batch_invariant",
     }  # fmt: skip
-    assert {row.name for row in ARRAYS if not (row.of_float8 or row.ragged)} == CHANGED_ARRAYS.keys() | {"seed"}
+    names = {row.name for row in ARRAYS if not (row.of_float8 or row.ragged or row.placed)}
+    assert names == CHANGED_ARRAYS.keys() | {"seed"}
 
 
 def calls(gpu: Gpu, backward: bool) -> list[tuple[str, Callable[[], Any]]]:
@@ -74,6 +75,7 @@ def calls(gpu: Gpu, backward: bool) -> list[tuple[str, Callable[[], Any]]]:
     for name, forms in CHANGED_ARRAYS.items():
         changes += [(f"{name} {shape} {np.dtype(dtype)}", {name: gpu.array(shape, dtype)}) for shape, dtype in forms]
     changes += [(f"family {name}", {"family": name}) for name in ("sm80", "simt")]
+    changes += [(f"places in memory, {x}", {"at": gpu.array((4,), np.dtype(x))}) for x in ("int32", "int64")]
     changes += [("seed in memory", {"dropout": 0.1, "seed": gpu.array((1,), np.int64)})]
     rows = {"q": SQ, "k": SK, "v": SK, "dout": SQ, "out": SQ}
     for name, x in base.items():

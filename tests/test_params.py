@@ -21,7 +21,7 @@ from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cupyflash.problem import ARRAYS, AXES, SCORE_ARRAYS, AttentionProblem, Given
 from cupyflash.score.trace import trace
 
-OF_ALL = [rule for rule in ARRAYS if not (rule.of_float8 or rule.ragged)]  # those of every dtype
+OF_ALL = [rule for rule in ARRAYS if not (rule.of_float8 or rule.ragged or rule.placed)]  # those of every dtype
 H200 = Arch.of("sm_90a")
 PLANS = [
     pytest.param(family, dtype, of, id=f"{family}-{dtype}-{of}")

@@ -40,6 +40,12 @@ def test_parts_are_the_whole(case: str, rng: np.random.Generator) -> None:
     check(Whole(*family, rng, **ASKED[name]), **CUTS)
 
 
+@cases(CASES, "simt-table", "sm80-window", "sm90-dropout")
+def test_parts_that_read_where_they_stand_are_the_whole(case: str, rng: np.random.Generator) -> None:
+    family, name = CASES[case]
+    check(Whole(*family, rng, by_array=True, **ASKED[name]), **CUTS)
+
+
 WIDE: dict[str, tuple[tuple[str, Arch, str], tuple[int, int]]] = {
     "simt": (("simt", PLAIN, "bfloat16"), (64, 48)),
     "sm80": (SM80, (64, 48)),

@@ -149,7 +149,7 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
         ("SCORE", problem.score is not None),
         ("ADDED", len(added(problem))),  # attention/terms.cuh has a term for each
         ("DROPOUT", problem.dropout > 0),
-        ("AT", placed(problem)),
+        ("PLACED", placed(problem)),
         ("ADDS", problem.add),
         ("NEGATIVE_SCALE", problem.scale < 0),
         # Whether ALiBi's distances are all of keys behind the query.
@@ -162,7 +162,8 @@ def features(problem: AttentionProblem) -> tuple[tuple[str, int | bool], ...]:
 
 def placed(problem: AttentionProblem) -> bool:
     """Whether kernels ask where a part stands in its whole: of a mask the diagonal says it."""
-    return problem.at is not None and (problem.score is not None or problem.dropout > 0)
+    part = problem.at is not None or problem.has("at")
+    return part and (problem.score is not None or problem.dropout > 0)
 
 
 def by_line(problem: AttentionProblem, name: str) -> bool:

@@ -130,6 +130,12 @@ def _or_0(option: str) -> Callable[[AttentionProblem], float]:
     return lambda problem: getattr(problem, option) or 0.0
 
 
+def _bound(problem: AttentionProblem, n: int | None) -> int:
+    """A window's as kernels have it: no more than may hide something."""
+    farthest = max(problem.seq_q, problem.seq_k) + abs(problem.diagonal)
+    return (n or 0) if problem.has("at") else min(n or 0, farthest)
+
+
 SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "scale": ("Accum", lambda p: abs(p.scale)),  # the sign is a constant
     "factor": ("Accum", _factor),
@@ -144,8 +150,8 @@ SCALARS: dict[str, tuple[str, Callable[[AttentionProblem], float]]] = {
     "dim_v": ("int", lambda p: p.dim_v),
     "diagonal": ("int", lambda p: p.diagonal),  # query i stands on key i + diagonal
     # Keys that it sees before and after that one, where there is a bound; sums of positions fit.
-    "left": ("int", lambda p: min(p.left or 0, max(p.seq_q, p.seq_k) + abs(p.diagonal))),
-    "right": ("int", lambda p: min(p.right or 0, max(p.seq_q, p.seq_k) + abs(p.diagonal))),
+    "left": ("int", lambda p: _bound(p, p.left)),
+    "right": ("int", lambda p: _bound(p, p.right)),
     # Which of a block mask's patterns is that of a batch entry and head: batch * lists_batch + head * lists_head.
     "lists": ("int", lambda p: _lists(p, "batch", p.batch) * _lists(p, "head", p.heads_q)),
     "lists_batch": ("int", lambda p: _lists(p, "head", p.heads_q) if "batch" in (p.block_mask or ()) else 0),
@@ -223,16 +229,17 @@ def ragged(plan: KernelPlan) -> bool:
 
 def _absent(plan: KernelPlan) -> list[str]:
     """What kernels may name though Params have it not."""
-    names = [row.name for row in ARRAYS if row.ragged and row not in _rules(plan)]
-    lines = [f"static constexpr const int* {name} = nullptr;" for name in names]
-    lines += [f"static constexpr PairStrides {name}_strides = {{}};" for name in names]
+    rows = [row for row in ARRAYS if (row.ragged or row.placed) and row not in _rules(plan)]
+    lines = [f"static constexpr const int* {row.name} = nullptr;" for row in rows]
+    lines += [f"static constexpr PairStrides {row.name}_strides = {{}};" for row in rows if row.ragged]
     numbers = [*(() if ragged(plan) else RAGGED), *(() if _placed(plan) else AT)]
     return lines + [f"static constexpr int {name} = 0;" for name in numbers]
 
 
 def _placed(plan: KernelPlan) -> bool:
-    """`kernel_plan.placed` of its problem."""
-    return bool(dict(plan.constants)["AT"])
+    """Whether it is numbers that `kernel_plan.placed` is about."""
+    constants = dict(plan.constants)
+    return bool(constants["PLACED"] and not constants["AT"])
 
 
 def _d(plan: KernelPlan) -> str:
@@ -241,11 +248,12 @@ def _d(plan: KernelPlan) -> str:
 
 
 def _rules(plan: KernelPlan) -> list[ArrayRule]:
-    given = [x.name for x in plan.given]  # dense programs have no room for lengths
+    given = [x.name for x in plan.given]  # programs of wholes, and dense ones, have no room for places, and lengths
     return [
         rule
         for rule in ARRAYS
-        if (not rule.of_float8 or plan.dtype == FLOAT8 or plan.cache_dtype) and (not rule.ragged or rule.name in given)
+        if (not rule.of_float8 or plan.dtype == FLOAT8 or plan.cache_dtype)
+        and (not (rule.ragged or rule.placed) or rule.name in given)
     ]
 
 
@@ -280,7 +288,7 @@ def _values(
     """The fields behind the pointers; without a problem, not their values."""
     strides = strides or {}
     named = pointers(plan)
-    shaped = [rule.name for rule in _rules(plan) if rule.axes]
+    shaped = [rule.name for rule in _rules(plan) if rule.axes and not rule.placed]
     of_shaped = [f"{d}{name}" for d in (_d(plan), "t") for name in GRADIENTS]
     over_pairs = [name for name in (*shaped, *of_shaped) if name in named]
     read = [x.key for x in _score_arrays(plan)]

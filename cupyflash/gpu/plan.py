@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..passes import FORWARD, Pass
+from ..places import WINDOW
 from ..problem import AttentionProblem
 from .array_gradient import Lengths
 from .device import Arch
@@ -70,15 +71,22 @@ def plan(
     """
     check_family(family)
     # Positions in the kernels have 32 bits, and so have sums of those whose diagonal is data.
-    limit = 29 if problem.ragged else 30
+    limit = 29 if problem.shifts else 30
     for name, length, rows in (("q", problem.seq_q, problem.rows_q), ("k", problem.seq_k, problem.rows_k)):
         if (longest := max(length, rows or 0)) >= 2**limit:
             raise ValueError(f"{name} has a sequence of {longest}; the kernels take less than 2**{limit}")
+    for side in ("left", "right"):
+        if problem.has("at") and abs(bound := getattr(problem, side) or 0) >= WINDOW:
+            raise ValueError(
+                f"window's {side} bound is {bound}, and at is an array on a GPU; it must be None or less than {WINDOW}"
+            )
     if problem.at is not None and abs(problem.diagonal) >= 2**limit:
         _, _, query, key = problem.at
         raise ValueError(
             f"at has query {query} and key {key}, {abs(problem.diagonal)} apart; the kernels take less than 2**{limit}"
         )
+    if problem.sms is not None:  # as of a GPU that has no more
+        arch = dataclasses.replace(arch, sms=min(arch.sms, problem.sms))
     objections: list[str] = []
     for name, room in FAMILIES.items():
         if family == name or (family is None and name not in ON_REQUEST):

@@ -1,4 +1,4 @@
-"""Values of lengths, offsets and pages on a device, looked at before kernels read them, where a call asks for that."""
+"""Values of lengths, offsets, pages and places on a device, looked at before kernels read them, where that is asked."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from .. import lengths, rules
+from .. import lengths, places, rules
 from ..call import Call
 from . import launch
 
 
 def check(call: Call) -> None:
     """ValueError, naming the place, where one is not what it must be. Waits for the caller's stream."""
-    lib, names = call.lib, lengths.stated(call.arrays)
+    lib, names = call.lib, [*lengths.stated(call.arrays), *(x for x in ("at",) if x in call.arrays)]
     views = {name: lib.view(x) for name, x in call.arrays.items()}
     problem, _ = rules.state(views, {name: lib.view(x) for name, x in call.targets.items()}, call.options, call.of)
-    lengths.check_values(problem, read(lib, {name: call.arrays[name] for name in names}, call.arrays["q"]))
+    found = read(lib, {name: call.arrays[name] for name in names}, call.arrays["q"])
+    lengths.check_values(problem, found)
+    places.check_values(problem, found)
 
 
 def read(lib: Any, arrays: dict[str, Any], beside: Any) -> dict[str, np.ndarray]:

@@ -79,6 +79,11 @@ def view(lib: Library | Adapter, name: str, x: Any) -> View:
         ) from error
 
 
+def followed(lib: Library | Adapter, x: Any) -> bool:
+    """Whether PyTorch traces or transforms what is done with x, so that what it holds is not known."""
+    return lib.kind == "torch" and cast(Any, lib).followed(x)
+
+
 def inlined(lib: Library) -> bool:
     """Whether torch.compile reads this code, in the place of Python that runs it."""
     return lib.kind == "torch" and cast(Any, lib).inlined()

@@ -93,9 +93,7 @@ def _views(how: How, arrays: Sequence[tuple[str, tuple[int, ...], Any]]) -> dict
 @_kept
 def _results(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> list[jax.ShapeDtypeStruct]:
     views, call = _views(how, arrays), how.call({})
-    moved = views.pop("at", None) is not None
-    options = call.options | {"at": (0, 0, 0, 0)} if moved else call.options  # other numbers change no shape
-    problem, shapes = rules.state(views, {}, options, how.of)
+    problem, shapes = rules.state(views, {}, call.options, how.of)
     results = [jax.ShapeDtypeStruct(shape, problem.result_dtype) for shape in shapes.values()]
     if not how.of.of_gradients:
         results.append(jax.ShapeDtypeStruct(rules.lse_shape(len(views["q"].shape), problem), problem.lse_dtype))
@@ -110,12 +108,7 @@ def _callback(how: How, *arrays: tuple[str, tuple[int, ...], Any]) -> Any:
     have no kernels for it."""
     from .jax_gpu import Callback
 
-    views = _views(how, arrays)
-    if "at" in views:
-        raise NotImplementedError(
-            "at is traced, but there is a GPU, whose kernels take it as numbers alone; give four integers"
-        )
-    return Callback(how.call({}), views)
+    return Callback(how.call({}), _views(how, arrays))
 
 
 def _called(arrays: Arrays, how: How) -> list[jax.Array]:
@@ -152,9 +145,7 @@ def _on_cpu(how: How, names: Sequence[str], ctx: Any, out: Sequence[Any], *input
     if how.family is not None:
         dispatch.refuse_family(how.family, "jax")
     arrays = {name: np.asarray(x) for name, x in zip(names, inputs)}
-    at = arrays.pop("at", None)
-    call = how.call(arrays)
-    results = dispatch.run(call if at is None else call.but(options=call.options | {"at": tuple(at.tolist())}))
+    results = dispatch.run(how.call(arrays))
     results = (*results, *(results.of_arrays[name] for name in how.wrt))
     for target, x in zip(out, results):
         np.asarray(target)[...] = x

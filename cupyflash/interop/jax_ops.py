@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from .. import dispatch, interop, lengths, rules
+from .. import dispatch, interop, lengths, places, rules
 from ..call import Arrays, Call
 from ..passes import FORWARD
 from ..problem import OPTIONS, mask_kind
@@ -35,15 +35,13 @@ def run(call: Call) -> Any:
 def _checked(call: Call) -> tuple[Arrays, How]:
     lib, options = call.lib, call.options
     arrays, _ = interop.adopt(lib, call.arrays, call.targets)
-    if isinstance(options.get("at"), jax.core.Tracer):  # an array of its own, which no rule knows
-        arrays, options = arrays | {"at": options["at"]}, options | {"at": None}
     stated = _stated(options)
     place = None if _traced(arrays) else _place(lib, arrays)
     if call.seed is not None:  # as an array it may be another in each call without compiling anew
         number = np.full(1, call.seed % 2**64, np.uint64)
         arrays = arrays | {"seed": lib.constant(number, arrays["q"])}
     how = How(call.of, stated, call.family, call.wrt)
-    if names := lengths.stated(arrays):
+    if names := [*lengths.stated(arrays), *(x for x in ("at",) if x in arrays and call.check)]:
         _check_lengths(call.but(arrays=arrays), names, place)
     if place is not None:
         mask = mask_kind(options["block_mask"])
@@ -55,8 +53,8 @@ def _checked(call: Call) -> tuple[Arrays, How]:
 
 
 def _check_lengths(call: Call, names: list[str], place: str | None) -> None:
-    """ValueError where lengths, offsets or pages are not what they must be. What is traced is looked at when it runs,
-    on a CPU."""
+    """ValueError where lengths, offsets, pages or places are not what they must be. What is traced is looked at when it
+    runs, on a CPU."""
     if place is None and call.check and has_gpu():
         raise ValueError(
             f"check is True, or CUPYFLASH_CHECK=1, but the call is traced, where {names[0]} cannot be looked at; check "
@@ -65,7 +63,9 @@ def _check_lengths(call: Call, names: list[str], place: str | None) -> None:
     if place == "cpu" or (place is not None and call.check):
         views = {name: interop.view(call.lib, name, x) for name, x in call.arrays.items()}
         problem, _ = rules.state(views, {}, call.options, call.of)
-        lengths.check_values(problem, {name: np.asarray(call.arrays[name]).astype(np.int64) for name in names})
+        found = {name: np.asarray(call.arrays[name]).astype(np.int64) for name in names}
+        lengths.check_values(problem, found)
+        places.check_values(problem, found)
 
 
 def _stated(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

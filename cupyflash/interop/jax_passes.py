@@ -79,6 +79,7 @@ def _push_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list
 
 
 def _pull_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list[Any] | None]:
+    _check_rounded(how)
     along = _along(arrays, moving, how) | {f"t{name}": moving[name] for name in _G if name in moving}
     return bind(pull, arrays, how), _moved(arrays, along, [moving.get(name) for name in _KEPT], how)
 
@@ -97,6 +98,11 @@ def _second_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], li
         raise NotImplementedError(_TWICE)
     known = {name: x for name, x in arrays.items() if not name.startswith("tt")}
     return bind(second, arrays, how), bind(second, known | moving, how)
+
+
+def _check_rounded(how: How) -> None:
+    if how.option("out_dtype") is not None:
+        raise NotImplementedError("gradients with out_dtype have no derivatives; leave it out")
 
 
 def _along(arrays: Arrays, moving: Arrays, how: How) -> Arrays:
@@ -139,6 +145,7 @@ def _push_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how: H
 
 
 def _pull_transpose(arrays: Arrays, given: Arrays, wanted: Sequence[str], how: How) -> Arrays:
+    _check_rounded(how)
     return dict(zip(_G, bind(push, _without_tangents(arrays, _G) | given, how.but(JVP))))
 
 

@@ -96,7 +96,7 @@ recorder = torch_ops.recorder
 recorded = torch_ops.recorded
 traced = torch_ops.traced
 append = torch_append.append
-inlined = torch.compiler.is_dynamo_compiling
+inlined, followed = torch.compiler.is_dynamo_compiling, torch_ops.followed
 
 
 def check_target(name: str, x: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ def run(call: Call, packed: Callable[[Call], Any]) -> Any:
     for name in call.targets:
         given = "grads" if call.of.of_gradients else name
         raise ValueError(f"{given} is given, but q is a nested tensor, whose results are new ones; it must be None")
-    if call.options["at"] is not None:
+    if call.options["at"] is not None or "at" in call.arrays:
         raise ValueError(f"at is {call.options['at']}, and q is a nested tensor; it must be None there")
     axis = 1 if call.options["layout"] == "bshd" else 2
     arrays = _packed(call.arrays, axis, call.options["layout"])

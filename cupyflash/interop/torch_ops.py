@@ -123,6 +123,8 @@ def _derivative(call: Call, settled: bool = False) -> Any:
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
+    if call.options.get("out_dtype") is not None:
+        raise ValueError("out_dtype is given but the call is traced, transformed or differentiated; leave it out")
     return _followed_by_pytorch(call, compiled, settled)
 
 

@@ -30,9 +30,10 @@ _TYPES = {
     "causal": "str", "window": "SymInt[]?", "scale": "Scalar?", "softcap": "Scalar?", "score": "str?",
     "block_mask": "SymInt[]?", "at": "SymInt[]?", "latent": "SymInt?", "dropout": "Scalar", "out_dtype": "str?",
     "out_scale": "Scalar", "layout": "str", "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?",
-    "batch_invariant": "bool", "deterministic": "bool",
+    "batch_invariant": "bool", "sms": "SymInt?", "deterministic": "bool",
 }  # fmt: skip
 
+_CALLED = {"at": "place"}  # options in a schema that are called like an array of it
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
 
 
@@ -70,7 +71,7 @@ def schema(of: Pass) -> str:
     optional |= {x for row in ARRAYS for x in (row.name, f"t{row.name}")} | {"v"}  # which latent attention has not
     tensors = [f"Tensor{'?' * (name in optional)} {name}" for name in names_of(of)]
     lists = [f"Tensor?[] {name}" for name in lists_of(of)]
-    options = [*(f"{kind} {name}" for name, kind in _TYPES.items()), "str? family", "bool check"]
+    options = [*(f"{kind} {_CALLED.get(name, name)}" for name, kind in _TYPES.items()), "str? family", "bool check"]
     options += ["str[] wrt"] * of.of_gradients
     returns = "Tensor[]" if of.of_gradients else "(Tensor, Tensor)"
     return f"{name_of(of)}({', '.join([*tensors, *lists, *options])}) -> {returns}"

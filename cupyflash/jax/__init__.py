@@ -49,7 +49,7 @@ def attention(
     """
     check_flag("return_lse", return_lse)
     required = operands(options.get("latent"), v)
-    arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS}}
+    arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS if not row.placed}}
     if isinstance(arrays["seed"], Integral):
         del arrays["seed"]
     read = options.get("score_arrays")

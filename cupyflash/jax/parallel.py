@@ -12,9 +12,7 @@ collectives of XLA's.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -24,7 +22,6 @@ import numpy as np
 from jax import numpy as jnp
 
 from .. import api, interop
-from ..interop.jax_call import has_gpu
 from ..interop.jax_passes import alike
 from ..parallel.arrays import SIXTEEN, four
 from ..parallel.asked import Asked, check, usual_exchange
@@ -35,7 +32,7 @@ from ..score.graph import name_of
 
 __all__ = ["attention"]
 
-_OPTIONAL = tuple(row.name for row in ARRAYS)
+_OPTIONAL = tuple(row.name for row in ARRAYS if not row.placed)
 Arrays = dict[str, Any]
 
 
@@ -248,14 +245,11 @@ class _How:
     def forward(self, given: Arrays, reads: Arrays) -> tuple[Any, Any]:
         k, v = self._gathered(given["k"]), self._gathered(given["v"])
 
-        def computed(at: list[Any]) -> tuple[Any, Any]:
-            found = []
-            for n, part in enumerate(self.places.parts):
-                options = self._options(given, reads, at[n], part)
-                found.append(api.attention(given["q"][:, slice(*part)], k, v, return_lse=True, **options))
-            return jnp.concatenate([x for x, _ in found], 1), jnp.concatenate([x for _, x in found], 2)
-
-        return self._placed(computed)
+        found = []
+        for part, at in zip(self.places.parts, self._stand()):
+            options = self._options(given, reads, at, part)
+            found.append(api.attention(given["q"][:, slice(*part)], k, v, return_lse=True, **options))
+        return jnp.concatenate([x for x, _ in found], 1), jnp.concatenate([x for _, x in found], 2)
 
     def _kept(self, given: Arrays, reads: Arrays) -> Any:
         out, lse = self.forward(given, reads)
@@ -263,29 +257,25 @@ class _How:
 
     def _backward(self, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays]:
         given, reads, out, lse = kept
-        # So that no part of a sum is rounded to 16 bits. (On a GPU each is, once: its tensor cores want inputs of 16.)
-        widened = (lambda x: x) if has_gpu() else _wide
-        wide = {name: widened(x) for name, x in given.items()}
-        k, v = widened(self._gathered(given["k"])), widened(self._gathered(given["v"]))
-        dout, dlse, out = widened(cotangents[0]), cotangents[1], widened(out)
+        k, v, (dout, dlse) = self._gathered(given["k"]), self._gathered(given["v"]), cotangents
         names = [x for x in given if x not in ("q", "k", "v") and ARRAY_RULES[x].gradient]
         of_reads = [x for x, y in reads.items() if jnp.issubdtype(y.dtype, jnp.floating)]
         own = [x for x in names if self._has_rows(x, given[x])]
-
-        def computed(at: list[Any]) -> Arrays:
-            parts: list[Arrays] = []
-            for n, part in enumerate(self.places.parts):
-                rows = slice(*part)
-                found = api.attention_backward(
-                    dout[:, rows], wide["q"][:, rows], k, v, out[:, rows], lse[:, :, rows], dlse=dlse[:, :, rows],
-                    wrt=[*names, *of_reads], **self._options(wide, reads, at[n], part),
-                )  # fmt: skip
-                parts.append({"q": found.dq, "k": found.dk, "v": found.dv} | found.of_arrays)
-            whole = [x for x in parts[0] if x not in ("q", *own)]
-            sums = {x: sum((_wide(y[x]) for y in parts[1:]), _wide(parts[0][x])) for x in whole}
-            return sums | {x: jnp.concatenate([y[x] for y in parts], 1 if x == "q" else -2) for x in ("q", *own)}
-
-        sums = self._placed(computed)
+        # So that no part of a sum is rounded to 16 bits.
+        wide = {x: _wide(y) if x in names and x not in own else y for x, y in given.items()}
+        wide_reads = {x: _wide(y) if x in of_reads else y for x, y in reads.items()}
+        sums_in = "float32" if str(given["q"].dtype) in SIXTEEN else None
+        parts: list[Arrays] = []
+        for part, at in zip(self.places.parts, self._stand()):
+            rows = slice(*part)
+            found = api.attention_backward(
+                dout[:, rows], given["q"][:, rows], k, v, out[:, rows], lse[:, :, rows], dlse=dlse[:, :, rows],
+                wrt=[*names, *of_reads], out_dtype=sums_in, **self._options(wide, wide_reads, at, part),
+            )  # fmt: skip
+            parts.append({"q": found.dq, "k": found.dk, "v": found.dv} | found.of_arrays)
+        whole = [x for x in parts[0] if x not in ("q", *own)]
+        sums = {x: sum((y[x] for y in parts[1:]), parts[0][x]) for x in whole}
+        sums |= {x: jnp.concatenate([y[x] for y in parts], 1 if x == "q" else -2) for x in ("q", *own)}
         sums |= {name: self._returned(sums[name]) for name in "kv"}
         grads = {x: sums[x].astype(y.dtype) if x in sums else None for x, y in given.items()}
         by_name = {name_of(x): y for x, y in sums.items()}
@@ -301,34 +291,17 @@ class _How:
         more = {"score_arrays": reads} if reads else {}
         return self.options | arrays | more | {"at": at}
 
-    def _placed(self, computed: Callable[[list[Any]], Any]) -> Any:
-        """What is computed where the parts of this rank's rows stand: for each, four integers, or an array of them that
-        is read where the call runs.
-
-        Kernels take integers alone. Where there is a GPU each rank has a program of its own, and runs that.
-        """
-        axes, problem = self.axes, self.asked.problem
-        of_heads = axes.of_heads if problem.dropout or problem.score is not None else 1  # else heads have no number
-        count = problem.heads_q // axes.of_heads
-        programs = [
-            functools.partial(computed, [self._at(n, rank, head * count) for n in range(len(self.places.parts))])
-            for rank, head in itertools.product(range(axes.of_keys), range(of_heads))
-        ]
-        if len(programs) == 1:
-            return programs[0]()
-        rank = 0 if axes.keys is None else jax.lax.axis_index(axes.keys)
-        head = 0 if of_heads == 1 or axes.heads is None else jax.lax.axis_index(axes.heads)
-        if has_gpu():
-            return jax.lax.switch(rank * of_heads + head, programs)
-        begins = jnp.asarray(self.places.begins)[rank]
-        shifts = self.asked.shift
-        places = [(0, head * count, x + shifts[0], shifts[1]) for x in begins]
-        return computed([jnp.stack([jnp.asarray(x, jnp.int32) for x in place]) for place in places])
-
-    def _at(self, n: int, rank: int, head: int) -> tuple[int, int, int, int]:
-        """Of the n-th part of a rank's rows."""
-        q_shift, k_shift = self.asked.shift
-        return 0, head, int(self.places.begins[rank, n]) + q_shift, k_shift
+    def _stand(self) -> list[Any]:
+        """Where the parts of this rank's rows stand: for each four integers, or an array of them that is read where the
+        call runs."""
+        axes, problem, (q_shift, k_shift) = self.axes, self.asked.problem, self.asked.shift
+        numbered = axes.of_heads > 1 and (problem.dropout > 0 or problem.score is not None)  # else heads have no number
+        if axes.of_keys == 1 and not numbered:
+            return [(0, 0, int(x) + q_shift, k_shift) for x in self.places.begins[0]]
+        begins = _own(self.places.begins, axes)
+        head = jax.lax.axis_index(axes.heads) * (problem.heads_q // axes.of_heads) if numbered else 0
+        places = [(0, head, x + q_shift, k_shift) for x in begins]
+        return [jnp.stack([jnp.asarray(x, jnp.int32) for x in place]) for place in places]
 
     def _has_rows(self, name: str, x: Any) -> bool:
         return "query" in ARRAY_RULES[name].axes and x.ndim > 1 and x.shape[-2] > 1

@@ -11,6 +11,7 @@ from typing import Any
 from .. import cached, interop, lengths, rules
 from .. import latent as of_latent
 from .. import tangents as of_tangents
+from ..given import placed
 from ..gradients import apart, check_wrt
 from ..passes import FORWARD, JVP, PASSES, Pass, pass_named
 from ..problem import (
@@ -79,7 +80,7 @@ class Explanation:
             ("k, v", wording.keys_and_values(p, self.rank)),
             ("mask", wording.mask(p)),
             *([("score", scores)] if (scores := wording.scores(p)) else []),
-            ("device", self.device),
+            ("device", self.device + (f", {p.sms} multiprocessors at most" if p.sms and self.device != "cpu" else "")),
             ("family", self.family),
             *[("  passed over", why) for why in self.passed_over],
         ]
@@ -89,7 +90,7 @@ class Explanation:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
             rows.append(("  resources", wording.resources(kernel.registers, kernel.spills, kernel.shared_memory)))
         rows += [
-            ("FLOPs", f"{'at most ' * p.ragged}{si(self.flops, 1000)}FLOP"),
+            ("FLOPs", f"{'at most ' * p.shifts}{si(self.flops, 1000)}FLOP"),
             ("bytes moved", f"at least {si(self.bytes_moved)}B" + wording.of_which(self.optional)),
             ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
             ("workspace", ", ".join(f"{name} {si(size)}B" for name, size in self.workspace.items()) or "none"),
@@ -165,6 +166,10 @@ def explain(
     array, _ = rules.seed_of(given.get("seed"), 0.0)  # none is needed, and a number is compiled nowhere
     given["seed"] = array
     asked = {name: given[name] for name in complete({}) if name in given}
+    if (at := given.get("at")) is not None:  # numbers, an array of them, or the shape of one
+        held: dict[str, Any] = {"at": at} if isinstance(at, (tuple, list)) and len(at) == 1 else {}
+        asked["at"] = None if held else placed(at, held)
+        given["at"] = held.get("at")
     descales = {name: given.pop(name, None) for name in DESCALES}
     dtypes = dict.fromkeys("kv", eight_name(kv_dtype)) if kv_dtype is not None else {}
     of_q, of_k = as_view("q", q, dtype, arch), as_view("k", k, dtypes.get("k", dtype), arch)
@@ -174,7 +179,7 @@ def explain(
     views = {name: as_view(name, x, dtypes.get(name, dtype), arch) for name, x in arrays.items() if x is not None}
     read = views_of_score(given.get("score_arrays"), arch)
     views = of_latent.with_view(views, asked)
-    problem = rules.for_pass(rules.describe(**views, **asked, score_arrays=read), what)
+    problem = rules.for_pass(rules.describe(**asked | views, score_arrays=read), what)
     of_latent.refuse(problem.latent, what)
     if what is not FORWARD:
         cached.refuse_float8(problem.dtype, what, problem.cache_dtype)

@@ -26,8 +26,9 @@ def mask(p: AttentionProblem) -> str:
         parts.append(f"window ({left} keys to the left, {right} to the right)")
     parts += ["block mask"] * (p.block_mask is not None)
     parts += [ARRAY_RULES[x.name].label for x in p.given if x.dtype == "bool"]
+    parts += [f"{ARRAY_RULES[x.name].label} read by kernels" for x in p.given if ARRAY_RULES[x.name].placed]
     share = p.visible / max(1, p.seq_q * p.seq_k)
-    return (", ".join(parts) or "none") + ("" if p.ragged else f": {share:.1%} of the scores are computed")
+    return (", ".join(parts) or "none") + ("" if p.shifts else f": {share:.1%} of the scores are computed")
 
 
 def _rows_of_q(p: AttentionProblem) -> tuple[int, ...]:
@@ -57,8 +58,8 @@ def _axes(p: AttentionProblem, rank: int) -> str:
 def scores(p: AttentionProblem) -> str:
     parts = [] if p.softcap is None else [f"soft cap {p.softcap:g}"]
     parts += [] if p.score is None else [f"score function {p.score}"]
-    others = (x for x in p.given if not (x.dtype == "bool" or x.name == "seed" or ARRAY_RULES[x.name].ragged))
-    parts += [ARRAY_RULES[x.name].label for x in others]
+    rules = [ARRAY_RULES[x.name] for x in p.given if x.dtype != "bool" and x.name != "seed"]
+    parts += [rule.label for rule in rules if not (rule.ragged or rule.placed)]
     return ", ".join(parts + [f"dropout {p.dropout:g}"] * (p.dropout > 0))
 
 

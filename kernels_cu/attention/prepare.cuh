@@ -20,7 +20,7 @@ __device__ Accum* prepared_rows(const Params& p, const Head& head, int tile) {
 // Fill in those of query i, from its sum = rowsum(dO * O): delta is that, less the gradient of lse where there is one,
 // since dS = P (dP - delta + dlse). Where there is no query, or its lse is -inf (it saw no key, or no finite score),
 // exp2(s - inf) is 0, and so is delta, whatever dO holds there. With a sink lse is that; those that key_mask leaves no
-// key, or positions where lengths are data, are told from others here, as by lse -inf elsewhere. (With dropout: see
+// key, or positions where these are data, are told from others here, as by lse -inf elsewhere. (With dropout: see
 // there.)
 template <int SIZE>
 __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, int first, int i, Accum sum) {
@@ -30,7 +30,7 @@ __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, i
     if constexpr (config::SINKS) {
         if (any) sum = sum_with_zeros(p, head, i, sum);
         Pairs pairs(p, head);
-        if ((config::KEY_MASK || RAGGED) && any && lse == pairs.sink(head.q)) sees = pairs.sees(i);
+        if ((config::KEY_MASK || SHIFTS) && any && lse == pairs.sink(head.q)) sees = pairs.sees(i);
     }
     rows[i - first] = sees ? -lse_of_kept(p, lse) * (EXACT_LSE ? 1 : LOG2_E) : MINUS_INFINITY;
     Accum dlse = any && p.dlse != nullptr ? p.dlse[head.row_number(p, i)] : 0;

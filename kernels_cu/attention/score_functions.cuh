@@ -48,7 +48,7 @@ __device__ T shr(T x, T y) {
 
 // A pair of a part as the whole has it. (Behind the last one too, where a sum may not fit.)
 __device__ inline void of_whole(const Params& p, int& b, int& h, int& i, int& j) {
-    if constexpr (config::AT) {
+    if constexpr (config::PLACED) {
         Origin at = Origin::of(p);
         b = whole::add(b, at.batch), h = whole::add(h, at.head), i = whole::add(i, at.query), j = whole::add(j, at.key);
     }

@@ -2,6 +2,7 @@
 // rows lie. Lengths are read here alone, and coordinates of rows made: those of packed sequences, caches and pages come
 // in here.
 #pragma once
+#include "attention/origin.cuh"
 #include "tile/places.cuh"
 
 // Keys or queries by position: [begin, end).
@@ -25,6 +26,9 @@ __device__ inline constexpr int tiles_in(int n, int size) { return (n + size - 1
 
 // Whether lengths are data, and not those of shapes.
 constexpr bool RAGGED = config::PACKED_Q || config::PACKED_K || config::LENGTHS;
+// Whether it is data on which keys queries stand: rows that are dead by position are told from others here then, and no
+// tensor map leaves them out.
+constexpr bool SHIFTS = RAGGED || config::AT;
 
 // One of packed sequences: which, and its rows of all.
 struct Packed {
@@ -116,10 +120,11 @@ struct Sequence : Lengths<RAGGED> {
     // How many rows its entry of results for keys has: a cache has some behind the last key.
     __device__ int key_rows(const Params& p) const { return config::LENGTHS ? p.rows_k : keys(p); }
     // Of these, by position, some query sees each key, and each query sees some. The others may hold anything.
-    __device__ Range live_queries(const Params& p) const { return RAGGED ? live(p).q : Range{p.first_q, p.end_q}; }
-    __device__ Range live_keys(const Params& p) const { return RAGGED ? live(p).k : Range{p.first_k, p.end_k}; }
+    __device__ Range live_queries(const Params& p) const { return SHIFTS ? live(p).q : Range{p.first_q, p.end_q}; }
+    __device__ Range live_keys(const Params& p) const { return SHIFTS ? live(p).k : Range{p.first_k, p.end_k}; }
     // Query i stands on key i + diagonal.
     __device__ int diagonal(const Params& p) const {
+        if constexpr (config::AT) return Origin::diagonal(p);
         return !RAGGED ? p.diagonal : config::TOP_LEFT ? 0 : keys(p) - queries(p);
     }
 

@@ -355,12 +355,12 @@ struct DQCounters {
 };
 
 // Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of;
-// where lengths are data, maps know of all, also of the rows behind a sequence's end.)
-constexpr bool CLEARS = KEY_MASK || RAGGED;
+// where that is data, maps know of all, also of the rows behind a sequence's end.)
+constexpr bool CLEARS = KEY_MASK || SHIFTS;
 
 // Which of a block's keys, from `first` on, nobody sees.
 __device__ inline DeadRows<KEYS> dead_keys(const Pairs& pairs, int first) {
-    if constexpr (!RAGGED) return unseen_keys<KEYS>(pairs, first);
+    if constexpr (!SHIFTS) return unseen_keys<KEYS>(pairs, first);
     Range live = pairs.head.live_keys(pairs.p);
     return DeadRows<KEYS>([&](int j) {
         return first + j < live.begin || first + j >= live.end || !pairs.key_seen(first + j);

@@ -11,8 +11,10 @@ constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 
 // Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which
-// are also those that no query of their sequence sees. (Else none are there, and the tensor map has zeros.)
-constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS || (RAGGED && (walk::BOUND_FIRST || walk::BOUND_LAST));
+// are also those that no query of their sequence sees. (Else none are there, and the tensor map, or what turned V, has
+// zeros.)
+constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS ||
+                                           (SHIFTS && sizeof(In) > 1 && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
 static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
 

@@ -20,7 +20,7 @@ THREADS = 256
 def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if why := untaken(problem):
         return why
-    if problem.at is not None:
+    if problem.at is not None or problem.has("at"):
         return "takes no `at`"
     if problem.widened:
         return f"has no results of float32 beside inputs of {problem.dtype}"

@@ -158,7 +158,7 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
 
 def _dead(problem: AttentionProblem) -> tuple[bool, bool]:
     """Whether queries, and keys, may be dead that come before the live ones."""
-    if problem.ragged:
+    if problem.shifts:
         return problem.right is not None, problem.left is not None
     queries, keys = problem.live
     return queries.start > 0, keys.start > 0

@@ -11,7 +11,7 @@ from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
 from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp, sm90_latent
-from .sm90_memory import PART, WIDEST, paired
+from .sm90_memory import PART, WIDEST, paired, unplaced
 
 PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
 MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
@@ -37,6 +37,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"takes no k and v of {problem.cache_dtype} beside q of {problem.dtype}"
     if others := [x.name for x in problem.tangents if x.name not in MOVED]:
         return f"takes no tangent of {' and '.join(others)}"
+    if of.moved and (why := unplaced(problem)):
+        return why
     if of is BACKWARD_JVP:
         dims = (problem.dim, problem.dim_v)
         fits = 0 < min(dims) <= max(dims) <= PART and sm90_backward_jvp.fit(problem, arch, None) is not None

@@ -28,7 +28,7 @@ from .sm90_backward_tiles import SHORT_BACKWARD, TILES, BackwardTile, has_all_ke
 from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, room
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
-LENGTHS_SPILLS = 160  # more, where lengths are data: those of a tile's sequence
+LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
 SHARE_SPILLS = 128  # bytes: where a share begins
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
@@ -109,7 +109,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     t, finish, pairs, size = found
     dim, dim_v = padded(problem)
     whole = has_all_keys(problem, t)
-    cluster, clusters = t.cluster, t.blocks * arch.sms // t.cluster  # those at work at once
+    cluster, clusters = t.cluster, max(1, t.blocks * arch.sms // t.cluster)  # those at work at once
     # Of all heads; packed sequences are one entry of a batch.
     all_keys, all_queries = key_tiles(problem, cluster * t.keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * (problem.batch if problem.rows_k is None else 1)
@@ -150,7 +150,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip
     spills = t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS
-    spills += LISTED_SPILLS * (problem.block_mask is not None) + LENGTHS_SPILLS * problem.ragged
+    spills += LISTED_SPILLS * (problem.block_mask is not None) + LENGTHS_SPILLS * problem.shifts
     return KernelPlan(
         **common(problem, arch, BACKWARD),
         constants=constants,

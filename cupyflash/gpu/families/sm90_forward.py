@@ -31,7 +31,7 @@ from .sm90_forward_tiles import (
 from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, room, value_parts
 
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
-LENGTHS_SPILLS = 160  # more, where lengths are data: those of a tile, and of the one before
+LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile, and of the one before
 LONG_KEYS = 6144  # more keys than that are a long tile
 # Tensor cores sum P V of 8 bits over so many keys, or half as many more (kernels_cu/sm90/long_sums.cuh).
 SUM_KEYS = 2048
@@ -170,7 +170,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         constants=constants,
         launches=tuple(launches),
         workspace=tuple(spaces),
-        spills=t.spills + (parts > 1 and busy(problem)) * SHARE_SPILLS + problem.ragged * LENGTHS_SPILLS,
+        spills=t.spills + (parts > 1 and busy(problem)) * SHARE_SPILLS + problem.shifts * LENGTHS_SPILLS,
         maps=(*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", key_box), values, Box("out", 64)),
         scalars=(("shares", parts),),
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),

@@ -7,7 +7,7 @@ from ...problem import AttentionProblem
 from ..array_gradient import Lengths, work
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features
-from .sm90_memory import BARRIERS, PairTiles, common
+from .sm90_memory import BARRIERS, PairTiles, common, unplaced
 
 ROWS, KEYS = 128, 128  # a thread block's tile: 64 queries for each of two warpgroups that compute
 WORKERS = 8  # their warps
@@ -29,7 +29,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     # no tensor map.
     if problem.block_mask is not None or problem.ragged or not problem.seq_k or problem.tangents:
         return None
-    if any(map(problem.reads, lengths)):
+    if any(map(problem.reads, lengths)) or unplaced(problem):
         return None
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
     stages, pairs = next((n, x) for n, x in rows if shared_memory(n, x) <= arch.shared_memory)

@@ -92,3 +92,9 @@ class PairTiles:
         by_query = {name: differ for name, _, differ in self._given()}
         flags = ((f"{name.upper()}_BY_QUERY", by_query.get(name, False)) for name in PAIRWISE)
         return ("PAIR_STAGES", self.stages), *flags
+
+
+def unplaced(problem: AttentionProblem) -> str | None:
+    """What kernels object to that leave rows which are dead by position to tensor maps."""
+    banded = problem.left is not None or problem.right is not None
+    return "takes no `at` in memory with causal or window" if problem.has("at") and banded else None
