@@ -457,7 +457,7 @@ def _shapes(
     sequences: int | None,
     eight: bool = False,
 ) -> tuple[tuple[Shape, Shape, Shape | None], dict[str, Any]]:
-    """Shapes of q, k, v (None: that of k), and of the optional arrays that are to be there."""
+    """Shapes of q, k, v (None: in k), and of the optional arrays that are to be there."""
     from .shapes import of_arrays
 
     q = _shape("--shape", shape)
@@ -466,4 +466,4 @@ def _shapes(
     found = {}
     if arrays or sequences is not None:
         found = of_arrays(arrays, q, k, v, options["layout"], sequences, eight)
-    return (q, k, None if v_shape is None else v), found
+    return (q, k, None if v_shape is None and options.get("latent") is not None else v), found
