@@ -55,7 +55,8 @@ class Drawn(NamedTuple):
 
 
 def draw(rng: np.random.Generator, eight: str, by: tuple[str | None, str | None], **how: Any) -> Drawn:
-    """New rows hold numbers that are not finite too, but where something is attended: there all of them are."""
+    """New rows hold numbers that are not finite too, but where something is attended: there rows that belong to nobody
+    hold NaN, and so do their scales."""
     n, heads, kv_heads = 3, *how.get("heads", (4, 2))
     page, packed, slots = how.get("page", 0), how.get("packed", False), how.get("slots", False)
     filled = np.array([3, 0, 9], np.int32)
@@ -93,6 +94,15 @@ def draw(rng: np.random.Generator, eight: str, by: tuple[str | None, str | None]
             arrays[name] = (np.rint(20 * x).clip(-127, 127) if eight == "int8" else x).astype(EIGHT[eight])
         elif x.dtype == np.float64:
             arrays[name] = x.astype(DTYPES[how["dtype"]])
+    if not slots:
+        nobodys = np.ones((entries, rows), bool)
+        for of, length in enumerate(filled):
+            behind = np.arange(length)
+            nobodys[(arrays["page_table"][of, behind // page], behind % page) if page else (of, behind)] = False
+        for name in ("k_cache", "v_cache"):
+            arrays[name][nobodys] = -128 if eight == "int8" else np.nan
+        for name in {"k_descale", "v_descale"} & {*written}:
+            arrays[name][nobodys] = np.nan
     options: dict[str, Any] = {"layout": how.get("layout", "bshd")}
     options |= {} if slots else {"causal": True, "return_lse": True}
     options |= {"rotary_interleaved": how["interleaved"]} if half else {}
@@ -158,6 +168,7 @@ def test_it_writes_what_array_operations_do(case: str, eight: str, kernel: OnCpu
     assert len(kernel.launches) == 1
     for x, y in zip(got, want):
         assert_alike(x, y)
+    assert form == "slots" or np.isfinite(got[0].astype("f4")).all()
 
 
 @needs_compiler
@@ -286,6 +297,7 @@ def test_on_a_gpu(form: str, way: str, eight: str, rng: np.random.Generator, mon
     want, theirs = drawn.call(lambda name, x: _as_laid(x))
     for _ in range(2):
         found, arrays = drawn.call(lambda name, x: to_gpu(x))
+        assert not found or bool(found[0].isfinite().all())
         for name in drawn.written:
             assert_alike(of_tensor(arrays[name]), theirs[name])
         for x, y in zip(found or (), want or ()):  # scores are large here: what they are rounded to shows
