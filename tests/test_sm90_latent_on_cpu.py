@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def check(of: Sequences, options: dict[str, Any], sinks: np.ndarray | None = Non
     given = of.lengths() | ({} if sinks is None else {"sinks": sinks})
     problem = state(q, k, k[..., :N], latent=N, **options, **given)
     assert sm90_latent.objection(problem, GPU) is None
+    assert "batch_invariant" in (sm90_latent.objection(replace(problem, batch_invariant=True), GPU) or "")
     kernels = plan(problem, GPU)
     assert kernels.source == "sm90/latent.cu"
     (library,) = compile_all(as_cpp(generate(kernels), list(dict.fromkeys(x.name for x in kernels.launches))))

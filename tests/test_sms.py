@@ -100,4 +100,4 @@ def test_parts_of_a_sequence_have_it_too(monkeypatch: pytest.MonkeyPatch) -> Non
         parallel.attention_backward(own, own, own, own, out, lse, group, rows=rows, causal=True, sms=7)
 
     parallel.simulated(2).run(work)
-    assert len(seen) >= 4 and set(seen) == {7}
+    assert len(seen) >= 2 and set(seen) == {7}

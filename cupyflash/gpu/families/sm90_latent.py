@@ -28,6 +28,8 @@ def objection(problem: AttentionProblem, arch: Arch) -> str | None:
     """Why latent attention is left to the kernel that reads V by itself (sm90_forward.py); None where it is not."""
     if problem.latent != DIM_V or not DIM_V < problem.dim <= DIM:
         return f"has {problem.latent} of {problem.dim} columns, and not {DIM_V} of up to {DIM}"
+    if problem.batch_invariant:
+        return "takes no batch_invariant=True: who else is in the batch says how keys are shared out"
     others = [x.name for x in problem.given if x.name not in TAKEN]
     if others or scored(problem) or problem.block_mask is not None or problem.dropout or problem.widened:
         return "has more than causal, window, sinks, caches and pages, or a result of float32"
