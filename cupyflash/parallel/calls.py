@@ -50,10 +50,12 @@ def attention(
         Who holds which queries, and which keys (default: the same).
     exchange : "keys", "heads", optional
         "keys": each rank gets the keys that its rows see. "heads": each rank gets all rows of some heads (DeepSpeed
-        Ulysses); results are the bits of one device, but on a CPU those of dk and dv in large calls. Default: "heads"
-        where the key heads can be dealt out and no mask or bias has rows of its own.
+        Ulysses); results are the bits of one device, but on a CPU those of dk and dv in large calls. Default: of a
+        forward and of a backward each the one by which less travels; "keys" where the key heads cannot be dealt out or
+        a mask or bias has rows of its own.
     groups : int, optional
-        Of key heads: the next group travels while one is computed. Default: as many as leave each enough to compute.
+        Of key heads: the next group travels while one is computed. Default: as many as leave each enough to compute,
+        and 1 where transfers and kernels wait for each other's multiprocessors (NCCL's within a host).
     stretches : int, optional
         Keys come in so many parts of the sequence, which takes less memory; parts are merged in float32. Default: 1.
     return_lse : bool
