@@ -55,7 +55,7 @@ CASES: dict[str, Case] = {
     ),
     "32": lambda r: (packed(r, dims=(32, 24)), {}, {}, (4, 64, 4, 1)),
     "128 on caches": lambda r: (packed(r, dims=(128, 128), k="cache"), {"causal": True}, {}, USUAL),
-    "192": lambda r: (packed(r, dims=(192, 128)), {"causal": True}, {}, None),
+    "192": lambda r: (packed(r, dims=(192, 128)), {"causal": True}, {}, (2, 80, 2, 1)),
     "256": lambda r: (packed(r, dims=(256, 200), heads=(2, 1)), {"causal": True}, {}, None),
     "pages of 16": lambda r: (packed(r, k="paged", page=16), {"causal": True}, {}, USUAL),
     "pages of 24": lambda r: (packed(r, k="paged", page=24, offsets="int64"), {}, {}, USUAL),
