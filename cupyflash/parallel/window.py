@@ -37,6 +37,11 @@ class Window:
         self._places, self._rank = [int(x) for x in self._handle.buffer_ptrs], int(self._handle.rank)
         self._rooms: dict[Any, torch.Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that stays with the group, of this GPU."""
+        return 2 * self._half
+
     def begin(self, size: int) -> bool:
         """Before a call that needs halves of so many bytes, the same on all ranks: whether it may use them. (Memory is
         not made while a graph is captured.)"""
