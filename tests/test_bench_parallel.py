@@ -60,6 +60,7 @@ def test_who_started_a_process(env: dict[str, str], found: Any) -> None:
 class Ranks(NamedTuple):
     size: int = 2
     cpu: bool = False
+    window: Any = None
 
 
 def rows(**ms: float) -> list[dict[str, Any]]:
@@ -76,8 +77,9 @@ WHERE = {
 
 def test_rows_of_a_file() -> None:
     """A share of 1 is as if each GPU did its part alone; ours is what a call takes that names no exchange."""
-    row, _ = rows(**MS)
-    assert row["ours"] == 10.0 and row["share"] == {"keys": 0.8, "heads": 1.0, "keys/4": 1.111}
+    forward, row = rows(**MS)
+    assert forward["ours"] == 12.5 and row["ours"] == 10.0
+    assert row["share"] == {"keys": 0.8, "heads": 1.0, "keys/4": 1.111}
     assert row["peers"] == {"fa3 gather": None, "fa3 ring": 12.0, "torch alltoall": 15.0}
     assert row["ratio_to_best"] == 1.2 and row["problem"]["ranks"] == 2
     assert rows(one=20.0, keys=12.5)[0]["ours"] == 12.5
@@ -99,7 +101,7 @@ def test_a_file_grows_by_cases_and_begins_anew_elsewhere(tmp_path: Path) -> None
     parallel_page.begin(tmp_path, WHERE | {"date": "later"})
     found = report.read(tmp_path / "parallel.json")["rows"]
     assert [x["problem"]["case"] for x in found] == ["bias", "16k 16/16", "16k 16/16"]
-    assert [x["ours"] for x in found] == [None, 11.0, 11.0]
+    assert [x["ours"] for x in found] == [None, 12.5, 11.0]
     assert parallel._missing(tmp_path, ["16k 16/16", "bias", "link"]) == ["bias", "link"]
     parallel_page.begin(tmp_path, WHERE | {"sources": "other"})
     assert report.read(tmp_path / "parallel.json")["rows"] == []
@@ -118,10 +120,10 @@ def test_the_page_and_its_picture(tmp_path: Path) -> None:
     written = pages.plot(tmp_path / "results", docs)
     text = (docs / "parallel.md").read_text()
     assert "2 x a GPU, " in text and ", torch 2; kernel sources abc." in text
-    assert "| 16k 16/16 | forward | 20 | 12.5 (0.80) | 10 (1.00) | – | 12 | 15 | 1.20x |" in text
+    assert "| 16k 16/16 | backward | 20 | 12.5 (0.80) | 10 (1.00) | – | 12 | 15 | 1.20x |" in text
     assert "| decode 128k | 18 µs | part 30, merged 48 |" in text
     assert "](plots/parallel.png)" in text and str(docs / "plots" / "parallel.png") in written
-    assert report.summary(report.read(folder / "parallel.json")["rows"])[-1].startswith("worst row 1.20x")
+    assert report.summary(report.read(folder / "parallel.json")["rows"])[-1].startswith("worst row 0.96x")
 
 
 def test_documents() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from .. import attention, attention_backward, block_mask, parallel
 from ..parallel import Rows
+from ..parallel.steps import lighter
 from . import parallel_page
 from . import parallel_peers as others
 from .parallel_world import Call, World
@@ -194,7 +195,8 @@ def row_of(case: Case, of: str, w: Any, ms: dict[str, float], notes: dict[str, s
     """As it stands in the file. Ours is what a call takes that does not name an exchange."""
     ours = {name: t for name, t in ms.items() if name != "one" and name not in others.NAMES}
     peers = {name: ms.get(name) for name in others.NAMES if name in ms or name in notes}
-    usual = next((ms[x] for x in ("heads", "keys") if x in ms), None)
+    likely = lighter(w.size, case.heads_q, case.heads_k, of == "backward", 1 if w.cpu else 2, w.window is not None)
+    usual = next((ms[x] for x in (likely, "keys") if x in ms), None)
     problem = {
         "case": case.name, "pass": of, "seq": case.length, "heads_q": case.heads_q, "heads_k": case.heads_k,
         "dim": case.dim, "what": case.what, "ranks": w.size, "dtype": "float32" if w.cpu else "bfloat16",

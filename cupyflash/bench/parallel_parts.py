@@ -13,7 +13,6 @@ from torch import distributed
 
 from .. import attention, parallel
 from ..parallel import Rows
-from ..parallel.torch_group import TorchGroup
 from ..tools.timing import significant
 from .parallel_cases import DIM
 from .parallel_world import Call, World
@@ -166,8 +165,8 @@ def memory(w: World) -> list[dict[str, Any]]:
         w.wait()
         results = out.nbytes + lse.nbytes
         peak = w.largest(torch.cuda.max_memory_allocated() - before - results)
-        if how["exchange"] == "keys" and (window := TorchGroup(distributed.group.WORLD).window) is not None:
-            peak += window.nbytes  # which PyTorch does not count; of the largest call until now
+        if how["exchange"] == "keys" and w.window is not None:
+            peak += w.window.nbytes  # which PyTorch does not count; of the largest call until now
         del out, lse
         found.append(row(f"memory, {name}", "forward", "groups", peak / group, w, {"MB": peak / 1e6}))
     return found

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from ..parallel.torch_group import TorchGroup
 from ..tools.timing import reason
 
 # By whom a process may have been started: its rank, their number, its number on its host.
@@ -58,6 +59,12 @@ class World:
             more["device_id"] = self.device
         distributed.init_process_group("gloo" if cpu else "nccl", **more)
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+
+    @property
+    def window(self) -> Any:
+        """Through which ranks write keys into each other's memory, once a call of ours was made; None where they
+        cannot."""
+        return TorchGroup(distributed.group.WORLD).window
 
     def say(self, text: str) -> None:
         if self.rank == 0:
