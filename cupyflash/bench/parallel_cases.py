@@ -14,6 +14,7 @@ import torch
 from .. import attention, attention_backward, block_mask, parallel
 from ..parallel import Rows
 from ..parallel.steps import lighter
+from ..passes import PASSES
 from . import parallel_page
 from . import parallel_peers as others
 from .parallel_world import Call, World
@@ -195,7 +196,7 @@ def row_of(case: Case, of: str, w: Any, ms: dict[str, float], notes: dict[str, s
     """As it stands in the file. Ours is what a call takes that does not name an exchange."""
     ours = {name: t for name, t in ms.items() if name != "one" and name not in others.NAMES}
     peers = {name: ms.get(name) for name in others.NAMES if name in ms or name in notes}
-    likely = lighter(w.size, case.heads_q, case.heads_k, of == "backward", 1 if w.cpu else 2, w.window is not None)
+    likely = lighter(w.size, case.heads_q, case.heads_k, PASSES[of], 1 if w.cpu else 2, w.window is not None)
     usual = next((ms[x] for x in (likely, "keys") if x in ms), None)
     problem = {
         "case": case.name, "pass": of, "seq": case.length, "heads_q": case.heads_q, "heads_k": case.heads_k,

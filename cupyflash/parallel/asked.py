@@ -95,7 +95,7 @@ def usual_of_two(group: Any, operands: dict[str, Any], layout: str) -> str:
     ranks: Group = of(group)
     heads_q, heads_k = (four(operands[name], layout).shape[2] for name in "qk")
     hidden, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
-    return lighter(ranks.size, heads_q, heads_k, "dout" in operands, ratio, hidden)
+    return lighter(ranks.size, heads_q, heads_k, BACKWARD if "dout" in operands else FORWARD, ratio, hidden)
 
 
 def own_rows(x: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..passes import FORWARD, Pass
 from .rows import Rows, Span, common, cut, joined
 
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
@@ -152,13 +153,13 @@ def reach(rows: Rows, sight: Sight) -> int:
     return found
 
 
-def lighter(ranks: int, heads_q: int, heads_k: int, backward: bool, ratio: int, hidden: bool) -> str:
+def lighter(ranks: int, heads_q: int, heads_k: int, of: Pass, ratio: int, hidden: bool) -> str:
     """Of the two exchanges that by which a rank receives less; forward that of keys where these are `hidden`: written
     into each other's memory while kernels compute. ratio: of the bytes of a wide number to those of one of K."""
-    if hidden and not backward:
+    if hidden and of is FORWARD:
         return "keys"
-    of_keys = (2 + 2 * ratio * backward) * heads_k * ranks  # K and V; dK and dV, wide
-    of_heads = (4 if backward else 2) * (heads_q + heads_k)  # Q, K, V and O; backward dO and three gradients, too
+    of_keys = (2 if of is FORWARD else 2 + 2 * ratio) * heads_k * ranks  # K and V; dK and dV, wide
+    of_heads = (2 if of is FORWARD else 4) * (heads_q + heads_k)  # Q, K, V and O; backward dO and three gradients, too
     return "keys" if of_keys <= of_heads else "heads"
 
 
