@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..passes import BACKWARD, FORWARD
 from ..problem import ITEMSIZE, check_layout, float_name
 from .asked import EXCHANGES
 from .rows import Rows, Span
@@ -87,7 +88,9 @@ def explain(
     item = ITEMSIZE[float_name(dtype) or "bfloat16"]
     wide = max(item, 4)
     near, both = size <= m.host, hk % size == 0
-    kinds = [exchange or (lighter(size, heads, hk, x, wide // item, near) if both else "keys") for x in (False, True)]
+    kinds = [
+        exchange or (lighter(size, heads, hk, of, wide // item, near) if both else "keys") for of in (FORWARD, BACKWARD)
+    ]
     left, right = window or (None, None)
     right = (0 if right is None else min(right, 0)) if causal else right
     band = Band(keys.length, left, right, 0 if causal == "top_left" else keys.length - length)
