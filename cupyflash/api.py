@@ -272,9 +272,8 @@ def attention(
         arrays |= {"sinks": sinks, "seed": seed}
     ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
     if ragged:
-        arrays |= {
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "page_table": page_table
-        }  # fmt: skip
+        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        arrays |= {"seqlens_k": seqlens_k, "page_table": page_table}
     arrays = present("qkv" if latent is None else of_latent.operands(latent, v), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
@@ -396,15 +395,14 @@ def attention_backward(
         arrays |= {"sinks": sinks, "seed": seed, "dlse": dlse}
     ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
     if ragged:
-        arrays |= {
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k, "page_table": page_table
-        }  # fmt: skip
+        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        arrays |= {"seqlens_k": seqlens_k, "page_table": page_table}
     arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
         "block_mask": block_mask, "at": at, "dropout": dropout, "out_dtype": out_dtype, "layout": layout,
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
-        "batch_invariant": batch_invariant, "sms": sms, "deterministic": deterministic,
+        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "batch_invariant": batch_invariant, "sms": sms,
+        "deterministic": deterministic,
     }  # fmt: skip
     lib = interop.library("q", q)
     if at is not None:
@@ -421,8 +419,7 @@ def attention_backward(
     call = Call(lib, BACKWARD, arrays, options, targets, number, family, wrt=wanted, add=add)
     if ragged or check is not False:
         call = with_check(call, check)
-    found: Gradients = (lib.recorder(call) or dispatch.run)(call)
-    return found
+    return (lib.recorder(call) or dispatch.run)(call)
 
 
 @unscripted
@@ -451,8 +448,7 @@ def merge(outs: Sequence[A], lses: Sequence[L], *, layout: str = "bshd", out: tu
 
     Notes
     -----
-    On a GPU (CuPy; PyTorch where nothing follows the call) one launch puts up to 60 parts together, 240 of them where
-    all lie alike.
+    On a GPU (CuPy; PyTorch where nothing follows the call) one launch merges up to 60 parts, 240 where all lie alike.
     """
     from .merging import merge as _merge
 
@@ -479,8 +475,7 @@ def block_mask(
         where the query may attend the key. It is called with arrays of int64 (JAX's: int32) of shapes (B, 1, 1, 1), (1,
         H, 1, 1), (R, 1) and (Sk,) that broadcast, for R queries at a time, so use operators, not `if`. They are of the
         library of `like`, else NumPy's or CuPy's. Or a boolean array that broadcasts to `shape`, or one of
-        `cupyflash.masks`.
-        Without it all pairs of `blocks` are visible.
+        `cupyflash.masks`. Without it all pairs of `blocks` are visible.
     shape : (batch, heads, queries, keys), or (queries, keys)
         1 for batch or heads where all share a pattern. Default: that of the array.
     block : int or (int, int)
