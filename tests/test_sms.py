@@ -92,7 +92,7 @@ def test_parts_of_a_sequence_have_it_too(monkeypatch: pytest.MonkeyPatch) -> Non
     seen, run = [], dispatch.run
     monkeypatch.setattr(dispatch, "run", lambda call: (seen.append(call.options.get("sms")), run(call))[1])
     x = np.random.default_rng(0).standard_normal((1, 64, 2, 8))
-    rows = parallel.Rows.zigzag(64, 2)
+    rows = parallel.Rows.zigzag(64, 2, multiple=16)
 
     def work(group: Any) -> None:
         own = rows.take(x, group.rank, axis=1)
