@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backends import Backend, pairs
+from reference import DTYPES
 
 from cupyflash import attention, attention_backward, explain, parallel
 from cupyflash.gpu.device import Arch
@@ -19,6 +21,8 @@ from cupyflash.rules import describe
 
 H200, A100 = Arch.of("sm_90a"), Arch.of("sm_80")
 LONG = (1, 16384, 16, 128)
+FAMILIES = [pytest.param(b, d, id=f"{b.name}-{d}") for b, d in pairs() if b.family in ("sm90", "sm80", "simt")]
+CLOSE = {"float16": 4e-3, "bfloat16": 4e-2, "float32": 3e-5, "float64": 1e-11}
 
 
 def planned(
@@ -101,3 +105,21 @@ def test_parts_of_a_sequence_have_it_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
     parallel.simulated(2).run(work)
     assert len(seen) >= 2 and set(seen) == {7}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "dtype"), FAMILIES)
+def test_fewer_multiprocessors_compute_the_same(backend: Backend, dtype: str, rng: np.random.Generator) -> None:
+    shapes = (2, 700, 4, 64), (2, 900, 2, 64), (2, 900, 2, 64), (2, 700, 4, 64)
+    q, k, v, dout = (backend.put(rng.standard_normal(x).astype(DTYPES[dtype])) for x in shapes)
+    found = []
+    for sms in (None, 1, 7, 1000):
+        given: dict[str, Any] = {"causal": True, "sms": sms, "family": backend.family}
+        out, lse = attention(q, k, v, return_lse=True, **given)
+        more = attention_backward(dout, q, k, v, out, lse, **given)
+        token = attention(q[:, :1], k, v, sms=sms, family=backend.family)
+        found.append([backend.get(x).astype("f8") for x in (out, lse, *more, token)])
+    for some in found[1:]:
+        for x, y in zip(some, found[0]):
+            scale = max(1.0, float(np.abs(y).max()))
+            np.testing.assert_allclose(x, y, atol=CLOSE[dtype] * scale)
