@@ -335,6 +335,47 @@ def test_explain() -> None:
         parallel.explain((1, 65536, 6, 128), rows=rows, heads_k=6, exchange="heads")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"groups": -1}, {"groups": 9}, {"groups": 1.5}, {"groups": 2, "exchange": "heads"}, {"stretches": 0},
+        {"dtype": "int8"}, {"dtype": "float13"}, {"window": 3}, {"window": (-1, 0)}, {"causal": "left"},
+        {"heads_k": 0}, {"rows": None}, {"key_rows": Rows.contiguous(64, 2)}, {"shape": (64, 12, 8)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_explain_is_told_what_a_call_is(wrong: dict[str, Any]) -> None:
+    given = {"shape": (1, 64, 12, 8), "rows": Rows.contiguous(64, 4, multiple=16), "heads_k": 4, "stretches": None}
+    parallel.explain(**given)
+    name = "window" if "window" in wrong else next(iter(wrong))
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}.* is .*; (it|these) must be"):
+        parallel.explain(**given | wrong)
+
+
+def test_groups_that_heads_cannot_have_are_of_keys() -> None:
+    """The backward's exchange would be of heads, of which each rank gets one."""
+    rng, rows = fresh_rng(), Rows.contiguous(64, 4, multiple=16)
+    q, (k, v) = rng.standard_normal((1, 64, 12, 8)), rng.standard_normal((2, 1, 64, 4, 8))
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in (q, k, v))
+    out, lse = attention(q, k, v, return_lse=True)
+    dq = attention_backward(q, q, k, v, out, lse)[0]
+    assert parallel.explain(q.shape, rows=rows, heads_k=4, groups=1).exchange.endswith("heads backward")
+    assert parallel.explain(q.shape, rows=rows, heads_k=4, groups=2).exchange == "keys"
+
+    def work(group: Any) -> Any:
+        own, of_k, of_v = (rows.take(x, group.rank) for x in (q, k, v))
+        given: dict[str, Any] = {"rows": rows, "groups": 2}
+        found, own_lse = parallel.attention(own, of_k, of_v, group, return_lse=True, **given)
+        return parallel.attention_backward(own, own, of_k, of_v, found, own_lse, group, **given)[0]
+
+    found = rows.join(parallel.simulated(4).run(work))
+    np.testing.assert_allclose(found.astype(float), dq.astype(float), atol=0.02, rtol=0.02)
+    with pytest.raises(ValueError, match="^groups is 5; it must be None or an integer from 1 to 4$"):
+        parallel.simulated(4).run(
+            lambda group: parallel.attention(*(rows.take(x, group.rank) for x in (q, k, v)), group, rows=rows, groups=5)
+        )
+
+
 def test_a_part_of_a_block_mask() -> None:
     rng = fresh_rng()
     seen = rng.random((2, 3, 70, 90)) < rng.choice([0, 0.5, 1], (2, 3, 1, 1))

@@ -90,10 +90,12 @@ def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any, row
     return "heads" if fits else "keys"
 
 
-def usual_of_two(group: Any, operands: dict[str, Any], layout: str) -> str:
+def usual_of_two(group: Any, operands: dict[str, Any], layout: str, groups: Any) -> str:
     """The exchange of a call that could have both."""
     ranks: Group = of(group)
     heads_q, heads_k = (four(operands[name], layout).shape[2] for name in "qk")
+    if isinstance(groups, numbers.Integral) and groups > heads_k // ranks.size:  # so many only keys can have
+        return "keys"
     hidden, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
     return lighter(ranks.size, heads_q, heads_k, BACKWARD if "dout" in operands else FORWARD, ratio, hidden)
 
@@ -275,15 +277,17 @@ def _shares(
     # While one group is computed the next comes, unless those who move it and those who compute wait for each other.
     pays = getattr(keys, "window", None) is not None or all(getattr(x, "beside", True) for x in (team, keys))
     usual = usual_groups(heads, work, own) if size > 1 and pays else 1
-    found = []
-    for name, default, most in (("groups", usual, heads), ("stretches", 1, 1 << 20)):
-        n = plan[name]
-        n = default if n is None else n
-        number = int(n) if isinstance(n, numbers.Integral) and not isinstance(n, bool) else 0
-        if not 1 <= number <= most:
-            raise ValueError(f"{name} is {n!r}; it must be None or an integer from 1 to {most}")
-        found.append(number)
-    return found[0], found[1]
+    return parts("groups", plan["groups"], usual, heads), parts("stretches", plan["stretches"], 1)
+
+
+def parts(name: str, n: Any, default: int, most: int = 1 << 20) -> int:
+    """How many there are, of `groups` or `stretches`. ValueError where n does not say it."""
+    if n is None:
+        return default
+    number = int(n) if isinstance(n, numbers.Integral) and not isinstance(n, bool) else 0
+    if not 1 <= number <= most:
+        raise ValueError(f"{name} is {n!r}; it must be None or an integer from 1 to {most}")
+    return number
 
 
 def index(name: str, shape: Sequence[int], heads: Span, rows: Span, keys: Span) -> tuple[slice, ...]:

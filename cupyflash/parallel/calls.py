@@ -51,8 +51,8 @@ def attention(
     exchange : "keys", "heads", optional
         "keys": each rank gets the keys that its rows see. "heads": each rank gets all rows of some heads (DeepSpeed
         Ulysses); results are the bits of one device, but on a CPU those of dk and dv in large calls. Default: of a
-        forward and of a backward each the one by which less travels; "keys" where the key heads cannot be dealt out or
-        a mask or bias has rows of its own.
+        forward and of a backward each the one by which less travels; "keys" where the key heads cannot be dealt out, a
+        mask or bias has rows of its own, or `groups` are more than the key heads that each rank would get.
     groups : int, optional
         Of key heads: the next group travels while one is computed. Default: as many as leave each enough to compute,
         and 1 where transfers and kernels wait for each other's multiprocessors (NCCL's within a host).
@@ -186,7 +186,7 @@ def _agreed(
     try:
         chosen = usual_exchange(group, exchange, options, operands["k"], plan["rows"])
         if exchange is None and chosen == "heads":
-            chosen = usual_of_two(group, operands, options.get("layout", "bshd"))
+            chosen = usual_of_two(group, operands, options.get("layout", "bshd"), plan["groups"])
     except Exception:  # noqa: BLE001 - named by `check`
         chosen = exchange
     if plan["exchange"] is None:

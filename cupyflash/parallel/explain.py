@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..passes import BACKWARD, FORWARD
-from ..problem import ITEMSIZE, check_layout, float_name
-from .asked import EXCHANGES
+from ..problem import FLOATS, ITEMSIZE, OPTIONS, check_layout, float_name
+from .asked import EXCHANGES, parts
 from .rows import Rows, Span
 from .steps import Band, Round, lighter, reach, rounds, usual_groups
+
+_CHECKS = {row.name: row.check for row in OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def explain(
     window: tuple[int | None, int | None] | None = None,
     exchange: str | None = None,
     groups: int | None = None,
-    stretches: int = 1,
+    stretches: int | None = None,
     layout: str = "bshd",
     machine: Machine | None = None,
 ) -> Explanation:
@@ -73,31 +75,48 @@ def explain(
         Key heads; default: those of q.
     machine : Machine, optional
         What seconds are reckoned by; default: H100s, eight to a host. They are of paper, not measured.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it is and what it must be.
     """
     check_layout(layout)
+    keys, m = rows if key_rows is None else key_rows, machine or Machine()
+    for name, x in (("rows", rows), ("key_rows", keys)):
+        if not isinstance(x, Rows):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a parallel.Rows")
+    size = rows.size
+    if keys.size != size:
+        raise ValueError(f"key_rows is of {keys.size} ranks; it must be of {size}, as rows is")
+    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
+        raise ValueError(f"shape is {shape!r}; it must be four lengths, (B, S, Hq, D), or with bhsd (B, Hq, S, D)")
     batch, length, heads, dim = shape if layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
-    keys, hk, size, m = key_rows or rows, heads_k or heads, rows.size, machine or Machine()
+    hk = heads if heads_k is None else heads_k
     if length != rows.length:
         raise ValueError(f"shape is {shape}, with {length} rows; it must have those of rows, {rows.length}")
-    if heads % hk:
+    if hk < 1 or heads % hk:
         raise ValueError(f"heads_k is {hk}, beside {heads} heads of q; these must be a multiple of it")
+    if (called := float_name(dtype)) not in FLOATS:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(FLOATS)}")
     if exchange not in (None, *EXCHANGES):
         raise ValueError(f"exchange is {exchange!r}; it must be 'keys', 'heads' or None")
     if exchange == "heads" and hk % size:
         raise ValueError(f"heads_k is {hk}, which cannot be dealt out to {size} ranks; it must be a multiple of them")
-    item = ITEMSIZE[float_name(dtype) or "bfloat16"]
+    groups = parts("groups", groups, 0, hk // size if exchange == "heads" else hk)
+    item = ITEMSIZE[str(called)]
     wide = max(item, 4)
-    near, both = size <= m.host, hk % size == 0
+    near, both = size <= m.host, hk % size == 0 and groups <= hk // size
     kinds = [
         exchange or (lighter(size, heads, hk, of, wide // item, near) if both else "keys") for of in (FORWARD, BACKWARD)
     ]
-    left, right = window or (None, None)
-    right = (0 if right is None else min(right, 0)) if causal else right
-    band = Band(keys.length, left, right, 0 if causal == "top_left" else keys.length - length)
+    (left, right), aligned = _CHECKS["window"](window), _CHECKS["causal"](causal)
+    right = right if aligned is None else 0 if right is None else min(right, 0)
+    band = Band(keys.length, left, right, 0 if aligned == "top_left" else keys.length - length)
     work = 4 * batch * heads * dim * reach(rows, band) / size
     calls = max(1, *(len(rows.local(r)) for r in range(size)))
     usual = usual_groups(hk, work, batch * heads * length // (size * calls)) if "keys" in kinds else 1
-    groups = groups or usual
+    groups, stretches = groups or usual, parts("stretches", stretches, 1)
     plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]
     pairs = [sum(_pairs(band, span) for span in rows.chunks[r]) for r in range(size)]
     even = sum(pairs) // size
