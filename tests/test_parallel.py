@@ -352,6 +352,31 @@ def test_explain_is_told_what_a_call_is(wrong: dict[str, Any]) -> None:
         parallel.explain(**given | wrong)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_explain_counts_what_is_sent(exchange: str, dtype: str) -> None:
+    """Of ranks with more rows and fewer, forward and backward."""
+    rng, rows, sent = fresh_rng(), Rows.contiguous(110, 3, multiple=16), [0, 0, 0]
+    q, (k, v) = rng.standard_normal((2, 110, 9, 8)), rng.standard_normal((2, 2, 110, 3, 8))
+    q, k, v = (x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for x in (q, k, v))
+
+    def work(group: Any) -> None:
+        of_group = group.exchange
+
+        def counted(sends: Any, receives: Any) -> Any:
+            sent[group.rank] += sum(x.nbytes for to, x in sends if to != group.rank)
+            return of_group(sends, receives)
+
+        group.exchange = counted
+        own = [rows.take(x, group.rank) for x in (q, k, v)]
+        out, lse = parallel.attention(*own, group, rows=rows, causal=True, exchange=exchange, return_lse=True)
+        parallel.attention_backward(own[0], *own, out, lse, group, rows=rows, causal=True, exchange=exchange)
+
+    parallel.simulated(3).run(work)
+    found = parallel.explain(q.shape, rows=rows, heads_k=3, causal=True, exchange=exchange, dtype=dtype)
+    assert [x.sent for x in found.ranks] == sent and min(sent) > 0
+
+
 def test_groups_that_heads_cannot_have_are_of_keys() -> None:
     """The backward's exchange would be of heads, of which each rank gets one."""
     rng, rows = fresh_rng(), Rows.contiguous(64, 4, multiple=16)

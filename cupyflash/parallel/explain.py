@@ -122,14 +122,17 @@ def explain(
     even = sum(pairs) // size
     found = []
     for r in range(size):
-        own = rows.count(r) * heads + keys.count(r) * hk
+        own_q, own_k = rows.count(r) * heads, keys.count(r) * hk
+        rest_q, rest_k = length * heads - own_q, keys.length * hk - own_k
         there, back = _sent(plans[r])
         steps, sent, computing, exposed = len(plans[r]), 0, 0.0, 0.0
         for backward, kind in enumerate(kinds):
             work = 4 * batch * heads * (even if kind == "heads" else pairs[r]) * dim
             takes = 2.5 * work / m.backward if backward else work / m.forward
-            if kind == "heads":  # Q, K, V, O; or dO and all these, and dQ, dK, dV
-                some = batch * dim * (size - 1) * (own * 2 * item * (1 + backward) // size)
+            if kind == "heads":  # of own rows Q, K, V, and backward O, dO, lse; of all others O, lse, or dQ, dK, dV
+                some = (size - 1) * ((1 + 2 * backward) * own_q + 2 * own_k) + rest_q + 2 * backward * rest_k
+                of_lse = (size - 1) * own_q if backward else rest_q
+                some = batch * (some * dim * item + of_lse * wide) // size
             else:
                 some = batch * dim * hk // groups * (there * 2 * item + back * 2 * wide * backward)
             travelling = some / (m.inside if near else m.between)
