@@ -44,7 +44,9 @@ def main() -> int:
         print(f"{path.name}: {'; '.join(wrong)}.\n{HOW}", file=sys.stderr)
         return 1
     for again in report.get("again", ()):
-        print(f"{path.name}: ran again, {again['date']}: {', '.join(again['tests'])}")
+        tests = again["tests"]
+        more = f" and {len(tests) - 5} more" if len(tests) > 5 else ""
+        print(f"{path.name}: ran again, {again['date']}: {', '.join(tests[:5])}{more}")
     print(f"{path.name}: {report['passed']} tests passed on {report['gpu']}, {report['date']}, on these kernel sources")
     return 0
 
