@@ -141,7 +141,7 @@ def test_gradients_that_an_operator_is_asked_for(wrt: list[str]) -> None:
     x, ids = torch.ones(1, 4, 1, 16), torch.zeros(4, dtype=torch.int64)
     score = trace("s + table[h, i] + ids[j]", {"table": ("float32", 2, False), "ids": ("int64", 1, False)})
     names = [row.name for row in ARRAYS]
-    rest = ["", None, None, None, score.data, None, None, 0.0, None, 1.0, *LAST]
+    rest = ["", None, None, None, score.data, None, None, None, 0.0, None, 1.0, *LAST]
     given = [x, x, torch.ones(1, 1, 4), None, x, x, x, *[None] * len(names), [torch.ones(1, 4), ids], [None], *rest]
     grads = torch.ops.cupyflash.attention_backward(*given, ["score_arrays['table']"])
     assert [tuple(g.shape) for g in grads] == [(1, 4, 1, 16)] * 3 + [(1, 4)]
@@ -149,7 +149,7 @@ def test_gradients_that_an_operator_is_asked_for(wrt: list[str]) -> None:
         torch.ops.cupyflash.attention_backward(*given, wrt)
 
 
-LAST = ("bshd", None, None, False, False, None, False)  # of an operator: layout, hints of lengths, ... check
+LAST = ("bshd", None, None, False, None, False, None, False)  # of an operator: layout, hints of lengths, ... check
 
 
 @pytest.mark.parametrize(("slots", "bits", "message"), [
@@ -167,7 +167,7 @@ def test_a_block_mask_made_by_hand(slots: Any, bits: Any, message: str) -> None:
     torch = _torch()
     x = torch.ones(1, 16, 1, 16)
     blocks = [torch.tensor([[slots]], dtype=torch.int32), torch.zeros(bits, dtype=torch.int16)]
-    rest = ["", None, None, None, None, [1, 1, 16, 16, 16, 16], None, 0.0, None, 1.0, *LAST]
+    rest = ["", None, None, None, None, [1, 1, 16, 16, 16, 16], None, None, 0.0, None, 1.0, *LAST]
     none = [None] * len(ARRAYS)
     with pytest.raises(ValueError, match=message):
         torch.ops.cupyflash.attention(x, x, x, *none, [None], blocks, *rest)

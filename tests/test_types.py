@@ -35,6 +35,7 @@ def test_what_is_typed_by_name_is_what_is_taken() -> None:
         "wrt",
         "grads",
         "add",
+        "out_dtype",
     }
     of = cupyflash.attention, cupyflash.attention_backward, cupyflash.attention_jvp, cupyflash.attention_backward_jvp
     assert all(x.kind is not x.VAR_KEYWORD for f in of for x in inspect.signature(f).parameters.values())

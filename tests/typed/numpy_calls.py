@@ -34,8 +34,6 @@ def right(q: Floats, rows: npt.NDArray[np.float64], seen: npt.NDArray[np.bool_],
 
 def wrong(q: Floats) -> None:
     cupyflash.attention(q, q, [1.0])  # type: ignore[call-overload]
-    cupyflash.attention(q, q, None)  # type: ignore[call-overload]
-    cupyflash.attention(q, q)  # type: ignore[call-overload]
     cupyflash.attention(q, q, q, is_causal=True)  # type: ignore[call-overload]
     cupyflash.attention(q, q, q, causal=0.5)  # type: ignore[call-overload]
     cupyflash.attention(q, q, q, key_mask=[True])  # type: ignore[call-overload]
