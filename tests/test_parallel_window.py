@@ -138,3 +138,12 @@ def test_where_there_is_a_window_keys_are_what_travels_forward() -> None:
             return group.window.calls if near else 0
 
         assert parallel.simulated(2).run(work) == [expected] * 2
+
+
+def test_who_wants_no_window_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_group = pytest.importorskip("cupyflash.parallel.torch_group")
+    monkeypatch.setenv("CUPYFLASH_WINDOW", "0")
+    assert torch_group._window() is None
+    monkeypatch.setenv("CUPYFLASH_WINDOW", "no")
+    with pytest.raises(ValueError, match="CUPYFLASH_WINDOW is 'no'; it must be 1, 0 or empty"):
+        torch_group._window()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,11 +66,10 @@ class TorchGroup:
         """Once, all ranks at the same time: what they can do."""
         if self._kept.met or self._backend != "nccl":
             return
-        self._kept.met = True
-        self._kept.beside = not of_one_host(self)
+        found, window = _window(), None
+        self._kept.met, self._kept.beside = True, not of_one_host(self)
         if self._kept.beside:
             return
-        found, window = _window(), None
         if self.all_gather(np.array([found is not None], np.uint8)).all():
             try:
                 window = found(self._group, self._bound or torch.device("cuda", torch.cuda.current_device()))
@@ -141,7 +141,12 @@ def _few(some: list[torch.Tensor]) -> bool:
 
 
 def _window() -> Any:
-    """What makes one, where all is installed that it needs."""
+    """What makes one, where all is installed that it needs and nobody wants none."""
+    asked = os.environ.get("CUPYFLASH_WINDOW", "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"CUPYFLASH_WINDOW is {asked!r}; it must be 1, 0 or empty")
+    if asked == "0":
+        return None
     try:
         from .window import Window
     except ImportError:
