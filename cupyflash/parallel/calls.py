@@ -180,7 +180,8 @@ def _agreed(
 ) -> Asked:
     """What is asked, once all ranks say the same."""
     exchange = plan["exchange"] if plan["exchange"] in (None, "keys", "heads") else None
-    for x in map(of, group if isinstance(group, (tuple, list)) else (group,)):
+    group = tuple(map(of, group)) if isinstance(group, (tuple, list)) else of(group)
+    for x in group if isinstance(group, tuple) else (group,):
         if hasattr(x, "meet"):
             x.meet()
     try:
@@ -191,7 +192,7 @@ def _agreed(
         chosen = exchange
     if plan["exchange"] is None:
         plan = plan | {"exchange": chosen}
-    ranks = [of(x) for x in groups_of(group, chosen) if x is not None]
+    ranks = [x for x in groups_of(group, chosen) if x is not None]
     more = (function, chosen, *plan.values(), *flags.values(), tuple(wrt) if isinstance(wrt, list) else wrt)
     kind = kind_of(ranks, operands, options, *more)
     if (known := recalled(kind, ranks, operands, options)) is not None:

@@ -79,22 +79,20 @@ class TorchGroup:
                 self._kept.window = window
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Works:
-        operations, late = [], []
-        for rank, some in _by_rank(sends).items():
-            messages = [torch.cat(some)] if _few(some) else some
-            operations += [
-                distributed.P2POp(distributed.isend, x, self._ranks[rank], self._group, n)
-                for n, x in enumerate(messages)
-            ]
-        for rank, some in _by_rank(receives).items():
-            messages = some
+        out, into, late = _by_rank(sends), _by_rank(receives), []
+        for rank, some in out.items():
             if _few(some):
-                messages = [some[0].new_empty(sum(x.numel() for x in some))]
-                late += list(zip(some, messages[0].split([x.numel() for x in some])))
-            operations += [
-                distributed.P2POp(distributed.irecv, x, self._ranks[rank], self._group, n)
-                for n, x in enumerate(messages)
-            ]
+                out[rank] = [torch.cat(some)]
+        for rank, some in into.items():
+            if _few(some):
+                into[rank] = [some[0].new_empty(sum(x.numel() for x in some))]
+                late += list(zip(some, into[rank][0].split([x.numel() for x in some])))
+        operations = [
+            distributed.P2POp(what, x, self._ranks[rank], self._group, n)
+            for what, messages in ((distributed.isend, out), (distributed.irecv, into))
+            for rank, some in messages.items()
+            for n, x in enumerate(some)
+        ]
         return _Works(distributed.batch_isend_irecv(operations) if operations else [], late)
 
     def refuses(self, kind: str, on_gpu: bool, ordinal: int | None) -> str | None:
