@@ -292,3 +292,22 @@ def few(plans: Sequence[KernelPlan], before: Sequence[KernelPlan] = ()) -> list[
         found.append(plans[best])
         left &= ~met[best]
     return found
+
+
+def cached(batch: int, rows: int, heads: tuple[int, int] = (32, 8), seq_q: int = 1, **options: Any) -> AttentionProblem:
+    """Few queries on caches of so many rows."""
+    given = (Given("seqlens_k", "int32", ("sequence",)),)
+    return problem(
+        "bfloat16", 128, batch=batch, seq_q=seq_q, seq_k=rows, heads_q=heads[0], heads_k=heads[1], cache=rows,
+        diagonal=0, given=given, **options,
+    )  # fmt: skip
+
+
+# A family, what it is compiled for, and a head dimension, of which spills are looked at where an option is new.
+COMPILED = [
+    ("sm90", "sm_90a", 64),
+    ("sm90", "sm_90a", 128),
+    ("sm90", "sm_90a", 256),
+    ("sm80", "sm_80", 128),
+    ("simt", "sm_75", 64),
+]

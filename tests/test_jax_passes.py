@@ -114,20 +114,26 @@ def test_vmap_is_one_call_of_each(ran: list[tuple[str, str]]) -> None:
     assert count(ran) == {"forward": 1, "jvp": 1, "backward": 1, "backward_jvp": 1}
 
 
-def test_a_gpu_is_called_back_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one: planned once, when it is lowered for it."""
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passes that are planned for a GPU, as if there were one."""
     jax_gpu = pytest.importorskip("cupyflash.interop.jax_gpu")
-    planned: list[str] = []
+    found: list[str] = []
 
     class Callback:
         scratch, plain = 64, True
 
         def __init__(self, call: Any, views: Any) -> None:
             assert list(views) == sorted(views)  # as XLA hands the buffers over
-            planned.append(call.of.name)
+            found.append(call.of.name)
 
     monkeypatch.setattr(jax_call, "has_gpu", lambda: True)
     monkeypatch.setattr(jax_gpu, "Callback", Callback)
+    return found
+
+
+def test_a_gpu_is_called_back_for_each_pass(planned: list[str]) -> None:
+    """Where there is one: planned once, when it is lowered for it."""
     x = {name: numbers(1, 2, 3, 11, seed=n) for n, name in enumerate("qkv")}  # as no other test has them
     traced = jax.jit(lambda x: jax.jvp(jax.grad(lambda x: loss(ours)(x)), (x,), (x,))).trace(x)
     passes = ["forward", "jvp", "backward", "backward_jvp"]
@@ -140,19 +146,8 @@ def test_a_gpu_is_called_back_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(planned) == sorted(passes)
 
 
-def test_kernels_that_a_gradient_does_not_run_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_a_gradient_does_not_run_are_not_planned(planned: list[str]) -> None:
     """`grad` asks for the type of a tangent, which a family that is named may have no kernels for."""
-    jax_gpu = pytest.importorskip("cupyflash.interop.jax_gpu")
-    planned: list[str] = []
-
-    class Callback:
-        scratch, plain = 64, True
-
-        def __init__(self, call: Any, views: Any) -> None:
-            planned.append(call.of.name)
-
-    monkeypatch.setattr(jax_call, "has_gpu", lambda: True)
-    monkeypatch.setattr(jax_gpu, "Callback", Callback)
     x = {name: numbers(1, 2, 3, 12, seed=n) for n, name in enumerate("qkv")}  # as no other test has them
     jax.jit(jax.grad(loss(functools.partial(ours, family="flash1")))).trace(x).lower(lowering_platforms=("cuda",))
     assert planned == ["forward", "backward"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import cases, needs_compiler
-from kernel_cover import problem
+from kernel_cover import COMPILED, problem
 from parts_on_cpu import Whole, check
 
 from cupyflash.gpu.compiler import compile_source
@@ -79,15 +79,6 @@ def test_results_in_float32_are_what_is_rounded_else(case: str, rng: np.random.G
         for name, x in whole.before.items():
             assert added[name].dtype == kind
             assert np.array_equal(added[name], (x.astype("f4") + wide[name]).astype(kind)), name
-
-
-COMPILED = [
-    ("sm90", "sm_90a", 64),
-    ("sm90", "sm_90a", 128),
-    ("sm90", "sm_90a", 256),
-    ("sm80", "sm_80", 128),
-    ("simt", "sm_75", 64),
-]
 
 
 @pytest.mark.slow

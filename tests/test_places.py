@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_cover import COMPILED
 
 from cupyflash import attention, attention_backward, explain
 from cupyflash.gpu import params
@@ -167,15 +168,6 @@ def test_pytorch_compiles_one_program_for_all_places() -> None:
     out, lse = cupyflash.torch.attention(x, x, x, return_lse=True)
     with pytest.raises(ValueError, match="^out_dtype is given but the call is traced, transformed or differentiated"):
         attention_backward(x, x, x, x, out, lse, out_dtype="float32")
-
-
-COMPILED = [
-    ("sm90", "sm_90a", 64),
-    ("sm90", "sm_90a", 128),
-    ("sm90", "sm_90a", 256),
-    ("sm80", "sm_80", 128),
-    ("simt", "sm_75", 64),
-]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cached_problems import draw
 from cuda_on_cpu import cases, needs_compiler
-from kernel_cover import problem as problem_of
+from kernel_cover import cached
 from lengths_on_cpu import Sequences, check
 from test_cached_on_cpu import ARCHS, TOKEN
 from test_cached_on_cpu import check as check_eight
@@ -19,7 +19,6 @@ from cupyflash.gpu.families import shares, sm80
 from cupyflash.gpu.families.shares import Dealt
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.passes import FORWARD
-from cupyflash.problem import Given
 
 GPU = Arch("sm_80", 80, 2, 166912)
 KEYS = 64  # of a tile
@@ -82,14 +81,6 @@ def test_caches_of_eight_bits(case: str, plans: list[KernelPlan], rng: np.random
         how |= {"form_k": "paged", "page": 7, "lens_q": [3] * 4}
     check_eight("sm80", ARCHS["sm80"], draw(rng, case, "row", **how))
     assert dict(plans[0].constants)["SHARE_TILES"] == 2 and dict(plans[0].scalars)["shares"] >= 3
-
-
-def cached(batch: int, rows: int, heads: tuple[int, int] = (32, 8), seq_q: int = 1, **options: Any) -> Any:
-    given = (Given("seqlens_k", "int32", ("sequence",)),)
-    return problem_of(
-        "bfloat16", 128, batch=batch, seq_q=seq_q, seq_k=rows, heads_q=heads[0], heads_k=heads[1], cache=rows,
-        diagonal=0, given=given, **options,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
-from kernel_cover import problem as problem_of
+from kernel_cover import cached
 from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from on_cpu import Guarded, run
 from reference import state
@@ -23,7 +23,6 @@ from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import FORWARD
-from cupyflash.problem import Given
 
 pytestmark = needs_compiler
 
@@ -334,14 +333,6 @@ def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -
     for n in steps[steps > 0]:
         heapq.heapreplace(ends, ends[0] + n + 1)
     assert steps.sum() == 16 * 8 * sum(range(1, 9)) and max(ends) < 1.04 * np.mean(ends)
-
-
-def cached(batch: int, rows: int, heads: tuple[int, int] = (32, 8), seq_q: int = 1, **options: Any) -> Any:
-    given = (Given("seqlens_k", "int32", ("sequence",)),)
-    return problem_of(
-        "bfloat16", 128, batch=batch, seq_q=seq_q, seq_k=rows, heads_q=heads[0], heads_k=heads[1], cache=rows,
-        diagonal=0, given=given, **options,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
