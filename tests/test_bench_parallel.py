@@ -60,12 +60,12 @@ def test_who_started_a_process(env: dict[str, str], found: Any) -> None:
 class Ranks(NamedTuple):
     size: int = 2
     cpu: bool = False
-    window: Any = None
 
 
 def rows(**ms: float) -> list[dict[str, Any]]:
     notes = {"fa3 gather": "wrong: off by 1 of the largest value"}
-    return [parallel_cases.row_of(parallel_cases.CASES[0], of, Ranks(), ms, notes) for of in ("forward", "backward")]
+    of = {"forward": "keys", "backward": "heads"}
+    return [parallel_cases.row_of(parallel_cases.CASES[0], x, Ranks(), ms, notes, usual) for x, usual in of.items()]
 
 
 MS = {"one": 20.0, "keys": 12.5, "heads": 10.0, "keys/4": 9.0, "fa3 ring": 12.0, "torch alltoall": 15.0}

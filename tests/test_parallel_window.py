@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from reference import fresh_rng
 
 from cupyflash import attention, attention_backward, block_mask, parallel
-from cupyflash.parallel import Rows
+from cupyflash.parallel import Rows, asked
 
 POISON = 0xFF  # a float of such bytes is NaN
 
@@ -21,43 +22,49 @@ class Memory:
     """Of all ranks."""
 
     def __init__(self, size: int) -> None:
-        self.halves: list[list[np.ndarray]] = [[np.zeros(0, np.uint8)] * 2 for _ in range(size)]
+        self.of = [np.zeros(0, np.uint8)] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
 
 class Window:
-    """As `parallel.window.Window`, of NumPy's arrays. Copies are made at the last moment; what nobody may read any
-    more is poisoned."""
+    """As `parallel.window.Window`, of NumPy's arrays. Copies beside what computes are made at the last moment; in each
+    call memory is new, and poisoned."""
 
     def __init__(self, memory: Memory, rank: int) -> None:
-        self._memory, self._rank, self.calls, self._late, self._turn = memory, rank, 0, [], 0
+        self._memory, self._rank, self.calls = memory, rank, 0
+        self._late: list[tuple[np.ndarray, int]] = []
 
     def begin(self, size: int) -> bool:
-        self._memory.halves[self._rank] = [np.full(size, POISON, np.uint8) for _ in range(2)]
-        self.calls, self._turn = self.calls + 1, 0
+        self._memory.barrier.wait()  # all are done with what was there
+        self._memory.of[self._rank] = np.full(size, POISON, np.uint8)
+        self.calls += 1
         self._memory.barrier.wait()
         return True
 
-    def room(self, half: int, offset: int, shape: tuple[int, ...], like: np.ndarray) -> np.ndarray:
-        count = int(np.prod(shape)) * like.itemsize
-        return self._memory.halves[self._rank][half][offset : offset + count].view(like.dtype).reshape(shape)
+    def array(self, rank: int, offset: int, shape: tuple[int, ...], like: np.ndarray, dtype: Any = None) -> np.ndarray:
+        kind = like.dtype if dtype is None else np.dtype(dtype)
+        count = int(np.prod(shape)) * kind.itemsize
+        assert offset % 16 == 0 and offset + count <= len(self._memory.of[rank])
+        return self._memory.of[rank][offset : offset + count].view(kind).reshape(shape)
 
     @staticmethod
     def address(x: np.ndarray) -> int:
         assert x.flags.c_contiguous
         return x.ctypes.data
 
-    def push(self, half: int, parts: Sequence[tuple[int | None, int, int, int]]) -> None:
+    @staticmethod
+    def put(parts: Sequence[tuple[np.ndarray, Any, np.ndarray, Any]]) -> None:
+        for target, at, x, of in parts:
+            target[at] = x[of]
+
+    def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         assert all(rank != self._rank for rank, _, _, _ in parts)
         for rank, offset, address, count in parts:
-            target = self._memory.halves[self._rank if rank is None else rank][half][offset : offset + count]
+            target = self._memory.of[rank][offset : offset + count]
             assert len(target) == count
             self._late.append((target, address))
 
     def arrived(self) -> None:
-        if self._turn:
-            self._memory.halves[self._rank][(self._turn + 1) % 2][:] = POISON
-        self._turn += 1
         for target, address in self._late:
             ctypes.memmove(target.ctypes.data, address, target.nbytes)
         self._late = []
@@ -83,6 +90,7 @@ def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True}, "window": {"window": (30, 0)}, "full": {}, "groups": {"causal": True, "groups": 2},
     "stretches": {"causal": True, "stretches": 3}, "both": {"groups": 4, "stretches": 2}, "documents": {},
+    "heads": {"causal": True, "exchange": "heads"}, "heads in groups": {"exchange": "heads", "groups": 2},
 }  # fmt: skip
 
 
@@ -91,8 +99,9 @@ CASES: dict[str, dict[str, Any]] = {
 def test_keys_in_each_others_memory(name: str, size: int) -> None:
     rng, how = fresh_rng(), dict(CASES[name])
     layout = "bhsd" if name == "groups" else "bshd"
-    length, heads_q, heads_k = int(rng.integers(150, 260)), 8, 4
-    plan = {x: how.pop(x) for x in ("groups", "stretches") if x in how}
+    length, heads_q, heads_k = int(rng.integers(150, 260)), *((48, 24) if "exchange" in how else (8, 4))
+    plan = {"exchange": "keys"} | {x: how.pop(x) for x in ("groups", "stretches", "exchange") if x in how}
+    calls = 2 * plan.get("groups", 1) if plan["exchange"] == "heads" else 2
     q, k, v, dout = (
         rng.standard_normal((2, length, heads, dim))
         for heads, dim in ((heads_q, 8), (heads_k, 8), (heads_k, 12), (heads_q, 12))
@@ -114,8 +123,8 @@ def test_keys_in_each_others_memory(name: str, size: int) -> None:
             given["block_mask"] = parallel.block_mask(documents, rows, plain, block=16)
         own = [rows.take(x, group.rank, axis) for x in whole]
         some, norm = parallel.attention(*own[1:], group, return_lse=True, **given)
-        grads = parallel.attention_backward(*own, some, norm, group, exchange="keys", **given)
-        assert group.window.calls == 2
+        grads = parallel.attention_backward(*own, some, norm, group, **given)
+        assert group.window.calls == calls
         return [some, *grads]
 
     found = parallel.simulated(size).run(work)
@@ -123,21 +132,54 @@ def test_keys_in_each_others_memory(name: str, size: int) -> None:
         np.testing.assert_allclose(rows.join(list(parts), axis), x, atol=1e-12, rtol=1e-12)
 
 
-def test_where_there_is_a_window_keys_are_what_travels_forward() -> None:
-    """They do so while others are computed with; heads do not."""
-    x = np.ones((1, 64, 8, 8))
-    rows, memory = Rows.zigzag(64, 2, multiple=16), Memory(2)
-    for near, expected in ((True, 1), (False, 0)):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_exchanges_in_each_others_memory(size: int, dtype: str) -> None:
+    """Heads inside of teams, keys between them, and sums that are wider than what is added up."""
+    rng, teams = fresh_rng(), 2
+    q, k, v, dout = (rng.standard_normal((1, 200, 6, 16)).astype(dtype) for _ in range(4))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    expected = [out, *attention_backward(dout, q, k, v, out, lse, causal=True)]
+    rows = Rows.zigzag(200, size * teams, multiple=16)
+    of_teams, of_keys = [Memory(size) for _ in range(teams)], [Memory(teams) for _ in range(size)]
 
-        def work(plain: Any, near: bool = near) -> int:
-            group = Near(plain, memory)
-            if not near:
-                group.window = None
-            own = [rows.take(x, group.rank)] * 3
-            parallel.attention(*own, group, rows=rows)
-            return group.window.calls if near else 0
+    def work(plain: Any) -> Any:
+        team, place = divmod(plain.rank, size)
+        heads = Near(plain.part(range(team * size, (team + 1) * size)), of_teams[team])
+        keys = Near(plain.part(range(place, size * teams, size)), of_keys[place])
+        own = [rows.take(x, plain.rank) for x in (dout, q, k, v)]
+        given = {"rows": rows, "causal": True}
+        some, norm = parallel.attention(*own[1:], (heads, keys), return_lse=True, **given)
+        return [some, *parallel.attention_backward(*own, some, norm, (heads, keys), **given)]
 
-        assert parallel.simulated(2).run(work) == [expected] * 2
+    found = parallel.simulated(size * teams).run(work)
+    for x, parts in zip(expected, zip(*found)):
+        tolerance = 4e-3 if dtype == "float16" else 4e-6
+        np.testing.assert_allclose(rows.join(list(parts)), x, atol=tolerance * abs(x).max(), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "how", "near", "forward", "backward"),
+    [
+        ((16, 16), 1 << 14, {"causal": True}, True, "heads", "heads"),  # keys come in one group
+        ((16, 16), 1 << 16, {"causal": True}, True, "keys", "heads"),  # in four, of which three are hidden
+        ((32, 8), 1 << 16, {"causal": True}, True, "keys", "keys"),
+        ((16, 16), 1 << 17, {"causal": True, "window": (1023, None)}, True, "keys", "keys"),  # of neighbours alone
+        ((16, 16), 1 << 16, {"causal": True}, False, "keys", "heads"),
+        ((16, 16), 1 << 16, {"groups": 16}, True, "keys", "keys"),  # of heads there are 8
+    ],
+)
+def test_that_exchange_for_which_ranks_wait_less(
+    heads: tuple[int, int], length: int, how: dict[str, Any], near: bool, forward: str, backward: str
+) -> None:
+    names = {"rank": 0, "size": 2, "eager": True, "exchange": None, "all_gather": None}
+    two = types.SimpleNamespace(**names, window=object() if near else None)
+    rows = (Rows.contiguous if "window" in how else Rows.zigzag)(length, 2)
+    q, k = (np.broadcast_to(np.float16(0), (1, length // 2, n, 128)) for n in heads)
+    plan = {"rows": rows, "key_rows": None, "groups": how.get("groups")}
+    for operands, expected in (({}, forward), ({"dout": q}, backward)):
+        found = asked.usual_of_two(two, {"q": q, "k": k, "v": k} | operands, plan, how)
+        assert found == expected
 
 
 def test_who_wants_no_window_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

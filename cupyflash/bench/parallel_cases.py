@@ -13,8 +13,8 @@ import torch
 
 from .. import attention, attention_backward, block_mask, parallel
 from ..parallel import Rows
-from ..parallel.steps import lighter
-from ..passes import PASSES
+from ..parallel.asked import usual_of_two
+from ..parallel.torch_group import TorchGroup
 from . import parallel_page
 from . import parallel_peers as others
 from .parallel_world import Call, World
@@ -138,6 +138,12 @@ class Ours:
         if "bias" in self.options:
             self.options["bias"] = of.rows.take(self.options["bias"], held.rank, 2)
 
+    def usual(self, of: str) -> str:
+        """The exchange of a call that names none."""
+        h, group = self.h, TorchGroup(torch.distributed.group.WORLD)
+        operands = {"q": h.q, "k": h.k, "v": h.v} | ({"dout": h.dout} if of == "backward" else {})
+        return usual_of_two(group, operands, {"rows": self.of.rows, "key_rows": None, "groups": None}, self.of.options)
+
     def forward(self) -> Any:
         h = self.h
         self.out, self.lse = parallel.attention(h.q, h.k, h.v, return_lse=True, **self.options)
@@ -182,7 +188,8 @@ def measured(w: World, case: Case, groups: Sequence[int]) -> list[dict[str, Any]
     for of in ("forward", "backward"):
         calls = {x: Call(getattr(it, of), getattr(it, "context", contextlib.nullcontext)) for x, it in ready.items()}
         ms = w.timed(calls, 60 if of == "forward" else 100)
-        rows.append(row_of(case, of, w, ms, {x: why for x, why in notes.items() if why}))
+        usual = ready["heads"].usual(of) if "heads" in ready else "keys"
+        rows.append(row_of(case, of, w, ms, {x: why for x, why in notes.items() if why}, usual))
     return rows
 
 
@@ -192,11 +199,10 @@ def difference(x: Any, y: Any) -> float:
     return off if np.isfinite(off) else float("inf")
 
 
-def row_of(case: Case, of: str, w: Any, ms: dict[str, float], notes: dict[str, str]) -> dict[str, Any]:
-    """As it stands in the file. Ours is what a call takes that does not name an exchange."""
+def row_of(case: Case, of: str, w: Any, ms: dict[str, float], notes: dict[str, str], likely: str) -> dict[str, Any]:
+    """As it stands in the file. Ours is what a call takes that does not name an exchange, which is `likely`."""
     ours = {name: t for name, t in ms.items() if name != "one" and name not in others.NAMES}
     peers = {name: ms.get(name) for name in others.NAMES if name in ms or name in notes}
-    likely = lighter(w.size, case.heads_q, case.heads_k, PASSES[of], 1 if w.cpu else 2, w.window is not None)
     usual = next((ms[x] for x in (likely, "keys") if x in ms), None)
     problem = {
         "case": case.name, "pass": of, "seq": case.length, "heads_q": case.heads_q, "heads_k": case.heads_k,

@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import numbers
@@ -15,7 +16,7 @@ from ..api import present, trace_score
 from ..dispatch import refuse_family
 from ..gradients import check_wrt
 from ..other_names import unexpected
-from ..passes import BACKWARD, FORWARD
+from ..passes import BACKWARD, FORWARD, Pass
 from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, AttentionProblem, check_flag, check_layout, complete
 from ..rules import seed_of
 from .adapters import of
@@ -23,7 +24,7 @@ from .arrays import four, three, wide
 from .groups import Alone, Group
 from .masks import RowsMask
 from .rows import Rows, Span
-from .steps import Band, Blocks, Sight, lighter, reach, usual_groups
+from .steps import Band, Blocks, Sight, fetched, lighter, usual_groups
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
@@ -90,14 +91,31 @@ def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any, row
     return "heads" if fits else "keys"
 
 
-def usual_of_two(group: Any, operands: dict[str, Any], layout: str, groups: Any) -> str:
+def usual_of_two(group: Any, operands: dict[str, Any], plan: dict[str, Any], given: dict[str, Any]) -> str:
     """The exchange of a call that could have both."""
     ranks: Group = of(group)
-    heads_q, heads_k = (four(operands[name], layout).shape[2] for name in "qk")
-    if isinstance(groups, numbers.Integral) and groups > heads_k // ranks.size:  # so many only keys can have
+    (batch, _, heads_q, dim), (_, _, heads_k, dim_v) = (
+        four(operands[name], given.get("layout", "bshd")).shape for name in "qv"
+    )
+    if isinstance(plan["groups"], numbers.Integral) and plan["groups"] > heads_k // ranks.size:  # of keys alone
         return "keys"
-    hidden, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
-    return lighter(ranks.size, heads_q, heads_k, BACKWARD if "dout" in operands else FORWARD, ratio, hidden)
+    rows, key_rows = plan["rows"], plan["key_rows"] or plan["rows"]
+    (left, right), aligned = given.get("window") or (None, None), given.get("causal")
+    right = right if not aligned else 0 if right is None else min(right, 0)
+    sight = Band(key_rows.length, left, right, 0 if aligned == "top_left" else key_rows.length - rows.length)
+    work = 2 * (dim + dim_v) * batch * heads_q
+    near, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
+    of_pass = BACKWARD if "dout" in operands else FORWARD
+    return _lighter(rows, key_rows, sight, batch, heads_q, heads_k, work, of_pass, ratio, near)
+
+
+@functools.lru_cache(maxsize=256)
+def _lighter(
+    rows: Rows, key_rows: Rows, sight: Band, batch: int, heads_q: int, heads_k: int, work: int, of: Pass, ratio: int,
+    near: bool,
+) -> str:  # fmt: skip
+    groups = usual_groups(rows, sight, heads_k, batch * heads_q, work) if near else 0
+    return lighter(rows.size, heads_q, heads_k, of, ratio, groups, fetched(rows, key_rows, sight))
 
 
 def own_rows(x: Any) -> bool:
@@ -270,13 +288,11 @@ def _shares(
     plan: dict[str, Any], problem: AttentionProblem, team: Group, keys: Group, sight: Sight, rows: Rows
 ) -> tuple[int, int]:
     """Groups of key heads, and stretches of the keys."""
-    heads, size = max(1, problem.heads_k // team.size), team.size * keys.size
-    work = 2 * (problem.dim + problem.dim_v) * problem.batch * problem.heads_q * reach(rows, sight) / size
-    calls = max((len(rows.local(r)) for r in range(rows.size)), default=1)
-    own = problem.batch * problem.heads_q * rows.length // (size * max(1, calls))
+    heads, of_q = max(1, problem.heads_k // team.size), problem.batch * problem.heads_q
     # While one group is computed the next comes, unless those who move it and those who compute wait for each other.
     pays = getattr(keys, "window", None) is not None or all(getattr(x, "beside", True) for x in (team, keys))
-    usual = usual_groups(heads, work, own) if size > 1 and pays else 1
+    work = 2 * (problem.dim + problem.dim_v) * of_q
+    usual = usual_groups(rows, sight, heads, of_q, work) if team.size * keys.size > 1 and pays else 1
     return parts("groups", plan["groups"], usual, heads), parts("stretches", plan["stretches"], 1)
 
 

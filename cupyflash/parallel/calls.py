@@ -187,7 +187,7 @@ def _agreed(
     try:
         chosen = usual_exchange(group, exchange, options, operands["k"], plan["rows"])
         if exchange is None and chosen == "heads":
-            chosen = usual_of_two(group, operands, options.get("layout", "bshd"), plan["groups"])
+            chosen = usual_of_two(group, operands, plan, options)
     except Exception:  # noqa: BLE001 - named by `check`
         chosen = exchange
     if plan["exchange"] is None:

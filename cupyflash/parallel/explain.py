@@ -10,7 +10,7 @@ from ..passes import BACKWARD, FORWARD
 from ..problem import FLOATS, ITEMSIZE, OPTIONS, check_layout, float_name
 from .asked import EXCHANGES, parts
 from .rows import Rows, Span
-from .steps import Band, Round, lighter, reach, rounds, usual_groups
+from .steps import Band, Round, fetched, lighter, rounds, usual_groups
 
 _CHECKS = {row.name: row.check for row in OPTIONS}
 
@@ -107,15 +107,15 @@ def explain(
     item = ITEMSIZE[str(called)]
     wide = max(item, 4)
     near, both = size <= m.host, hk % size == 0 and groups <= hk // size
-    kinds = [
-        exchange or (lighter(size, heads, hk, of, wide // item, near) if both else "keys") for of in (FORWARD, BACKWARD)
-    ]
     (left, right), aligned = _CHECKS["window"](window), _CHECKS["causal"](causal)
     right = right if aligned is None else 0 if right is None else min(right, 0)
     band = Band(keys.length, left, right, 0 if aligned == "top_left" else keys.length - length)
-    work = 4 * batch * heads * dim * reach(rows, band) / size
-    calls = max(1, *(len(rows.local(r)) for r in range(size)))
-    usual = usual_groups(hk, work, batch * heads * length // (size * calls)) if "keys" in kinds else 1
+    usual, seen = usual_groups(rows, band, hk, batch * heads, 4 * batch * heads * dim), fetched(rows, keys, band)
+    kinds = [
+        exchange or (lighter(size, heads, hk, of, wide // item, near and usual, seen) if both else "keys")
+        for of in (FORWARD, BACKWARD)
+    ]
+    usual = usual if "keys" in kinds else 1
     groups, stretches = groups or usual, parts("stretches", stretches, 1)
     plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]
     pairs = [sum(_pairs(band, span) for span in rows.chunks[r]) for r in range(size)]

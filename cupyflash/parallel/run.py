@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,12 @@ from ..api import attention, attention_backward, merge
 from ..namespaces import cast, namespace
 from .arrays import empty, library, put, wide, zeros
 from .asked import Asked, index, own_rows
+from .near import NearHeads, NearKeys
 from .rows import Rows, Span, cut, joined
 from .steps import Deal, Round, Step, deal, rounds
-from .transfers import ByHeads, FromHeads, Keys, Returns, ToHeads, pushed, summed
+from .transfers import ByHeads, FromHeads, SentKeys, ToHeads, summed
+
+WINDOW = 1 << 30  # bytes that arrays of a group of heads may take
 
 
 @dataclass
@@ -32,7 +35,10 @@ class Part:
         size = asked.team.size
         heads = asked.problem.heads_k // size
         first = asked.team.rank * heads
-        rows, key_rows = (x if size == 1 else x.together(size) for x in (asked.rows, asked.key_rows))
+        if "together" not in asked.memo:
+            of_both = asked.rows, asked.key_rows
+            asked.memo["together"] = [x if size == 1 else x.together(size) for x in of_both]
+        rows, key_rows = asked.memo["together"]
         return cls(asked, rows, key_rows, (first, first + heads), asked.groups)
 
     @property
@@ -40,14 +46,15 @@ class Part:
         """Query heads of a key head."""
         return self.asked.problem.group if self.asked.problem.heads_k else 1
 
-    def dealt(self) -> list[tuple[Part, Span]]:
-        """In which groups heads are handed over, and which of the rank's they are: while one is computed, the next
-        comes. Where keys travel too, it is theirs that do so."""
+    def dealt(self, most: int = 1) -> list[tuple[Part, Span]]:
+        """In which groups heads are handed over, at least `most` or as many as there are, and which of the rank's they
+        are. Where keys travel too, theirs come in groups."""
         first, last = self.heads
-        if self.asked.group.size > 1:
-            return [(self, (0, last - first))]
+        groups = min(max(most, 1 if self.asked.group.size > 1 else self.groups), max(1, last - first))
+        own = self.groups if self.asked.group.size > 1 else 1
         return [
-            (replace(self, heads=(first + a, first + b), groups=1), (a, b)) for a, b in cut(last - first, self.groups)
+            (replace(self, heads=(first + a, first + b), groups=min(own, b - a)), (a, b))
+            for a, b in cut(last - first, groups)
         ]
 
     def rounds(self) -> Sequence[Round]:
@@ -83,7 +90,7 @@ class Part:
         ranks, heads = range(first, first + team.size), self.asked.problem.heads_k
         return deal(self.asked.rows, ranks, heads), deal(self.asked.key_rows, ranks, heads)
 
-    def _by_heads(self, xs: dict[str, Any]) -> list[ByHeads]:
+    def by_heads(self, xs: dict[str, Any]) -> list[ByHeads]:
         of_q, of_k = self.deals()
         return [
             ByHeads(of_k, 1, x) if name in ("k", "v") else ByHeads(of_q, self.group_of, _of_rows(name, x))
@@ -91,11 +98,11 @@ class Part:
         ]
 
     def to_heads(self, xs: dict[str, Any], some: Span) -> ToHeads:
-        return ToHeads(self.asked.team, self._by_heads(xs), some)
+        return ToHeads(self.asked.team, self.by_heads(xs), some)
 
     def from_heads(self, xs: dict[str, Any], targets: dict[str, Any], some: Span) -> FromHeads:
         into = [_of_rows(name, x) for name, x in targets.items()]
-        return FromHeads(self.asked.team, self._by_heads(xs), some, into)
+        return FromHeads(self.asked.team, self.by_heads(xs), some, into)
 
 
 def forward(asked: Asked, out: Any, lse: Any) -> None:
@@ -105,22 +112,38 @@ def forward(asked: Asked, out: Any, lse: Any) -> None:
         _forward(part, xs, out, lse)
         return
 
-    def run(some: Part, moved: dict[str, Any]) -> dict[str, Any]:
-        q = moved["q"]
-        own = empty((*q.shape[:3], out.shape[3]), out)
-        own_lse = empty((q.shape[0], q.shape[2], q.shape[1]), lse)
-        _forward(some, moved, own, own_lse)
-        return {"out": own, "lse": own_lse}
+    def run(some: Part, moved: dict[str, Any], into: dict[str, Any]) -> None:
+        _forward(some, moved, into["out"], into["lse"])
 
     _in_heads(part, xs, {"out": out, "lse": lse}, run)
 
 
 def _in_heads(
-    part: Part, xs: dict[str, Any], targets: dict[str, Any], run: Callable[[Part, dict[str, Any]], dict[str, Any]]
+    part: Part, xs: dict[str, Any], targets: dict[str, Any], run: Callable[[Part, dict[str, Any], dict[str, Any]], None]
 ) -> None:
-    """Hand rows over for heads, `run` with them, and hand its results back: those of the next group of heads, and of
-    the one before, travel meanwhile."""
-    groups = part.dealt()
+    """Hand rows over for heads, `run` with them, and hand its results back."""
+    window = getattr(part.asked.team, "window", None)
+    if window is None or not _in_heads_near(window, part, xs, targets, run):
+        _in_heads_sent(part, part.dealt(), xs, targets, run)
+
+
+def _in_heads_near(window: Any, part: Part, xs: Any, targets: Any, run: Any) -> bool:
+    """Where ranks reach each other's memory, which stays with them: not too much of it. False where it is not to be
+    had."""
+    arrays, results = part.by_heads(xs), part.by_heads(targets)
+    size = sum(x.nbytes(part.heads[1] - part.heads[0]) for x in (*arrays, *results))
+    for some, heads in part.dealt(-(-size // WINDOW)):
+        near = NearHeads(window, part.asked.team.rank, arrays, results, heads)
+        if not near.may:
+            return False
+        moved = {name: _of_rows(name, x) for name, x in zip(xs, near.there())}
+        run(some, moved, {name: _of_rows(name, x) for name, x in zip(targets, near.rooms())})
+        near.back()
+    return True
+
+
+def _in_heads_sent(part: Part, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: Any) -> None:
+    """By messages: those of the next group of heads, and of the one before, travel while one is computed."""
     back = []
     coming = part.to_heads(xs, groups[0][1]) if groups else None
     for n, (some, heads) in enumerate(groups):
@@ -128,15 +151,30 @@ def _in_heads(
         here = coming
         coming = part.to_heads(xs, groups[n + 1][1]) if n + 1 < len(groups) else None
         moved = {name: _of_rows(name, x) for name, x in zip(xs, here.wait())}
-        back.append(part.from_heads(run(some, moved), targets, heads))
+        found = _rooms(moved, targets)
+        run(some, moved, found)
+        back.append(part.from_heads(found, targets, heads))
     for x in back:
         x.wait()
+
+
+def _rooms(moved: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
+    """For results of all rows of some heads."""
+    b, s, h, _ = moved["q"].shape
+    found = {}
+    for name, x in targets.items():
+        if name == "lse":
+            found[name] = empty((b, h, s), x)
+        else:
+            like = moved["q" if name in ("q", "out") else name]
+            found[name] = empty((*like.shape[:3], x.shape[3]), x)
+    return found
 
 
 def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
     q, merging = xs["q"], part.asked.stretches > 1
     sums = empty(tuple(out.shape), out, wide(out)) if merging else out
-    for of, k_of, v_of in _rounds(part, xs["k"], xs["v"]):
+    for of, k_of, v_of in _keys(part, xs["k"], xs["v"]):
         heads = part.query_heads(of)
         for step in of.steps:
             options, _ = part.options(of, step)
@@ -164,10 +202,8 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
         _backward(part, xs, grads, of_arrays, like)
     else:
 
-        def run(some: Part, moved: dict[str, Any]) -> dict[str, Any]:
-            own = {x: empty(tuple(moved[x].shape), moved[x]) for x in "qkv"}
-            _backward(some, moved, own, of_arrays, like)
-            return own
+        def run(some: Part, moved: dict[str, Any], into: dict[str, Any]) -> None:
+            _backward(some, moved, into, of_arrays, like)
 
         _in_heads(part, xs, grads, run)
     if asked.reduce:
@@ -192,8 +228,8 @@ def _backward(
     if _unseen(part, dk.shape[1]):
         dk[...] = 0
         dv[...] = 0
-    returns: Returns | None = None
-    for of, k_of, v_of in _rounds(part, xs["k"], xs["v"]):
+    keys_of = _keys(part, xs["k"], xs["v"], (dk, dv))
+    for of, k_of, v_of in keys_of:
         heads = part.query_heads(of)
         whole = len(plan) == 1 and _alone(part, of, dk.shape[1])  # nothing is added to anything
         if whole:
@@ -201,7 +237,7 @@ def _backward(
         else:
             if of.first:
                 sums = empty(tuple(dq[:, :, heads].shape), dq, wide(dq))
-            own = (empty(tuple(k_of.shape), dk, wide(dk)), empty(tuple(v_of.shape), dv, wide(dv)))
+            own = keys_of.room(k_of, v_of)
         written = _Written(own)
         for step in of.steps:
             options, places = part.options(of, step)
@@ -223,15 +259,10 @@ def _backward(
                 else:
                     of_arrays[name][places.get(name, ...)] += x
         if whole:
-            return
+            continue
         if of.last:
             put(dq[:, :, heads], sums)
-        sent = Returns(part.asked.group, of, own)
-        if returns is not None:  # these travelled while the last was computed
-            returns.write(dk, dv)
-        returns = sent
-    if returns is not None:
-        returns.write(dk, dv)
+        keys_of.give(of, own)
 
 
 class _Written:
@@ -272,20 +303,15 @@ def _unseen(part: Part, count: int) -> bool:
     return held != ([(0, count)] if count else [])
 
 
-def _rounds(part: Part, k: Any, v: Any) -> Iterator[tuple[Round, Any, Any]]:
-    """Each with its keys; those of the next travel meanwhile."""
+def _keys(part: Part, k: Any, v: Any, grads: Any = None) -> SentKeys | NearKeys:
+    """Of each round its keys, and where their gradients go."""
     plan, group = part.rounds(), part.asked.group
     window = getattr(group, "window", None)
-    if window is not None and (keys := pushed(window, group.rank, plan, k, v, part.asked.memo)) is not None:
-        for (k_of, v_of), of in zip(keys, plan):
-            yield of, k_of, v_of
-        return
-    under_way = Keys(group, plan[0], k, v) if plan else None
-    for n, of in enumerate(plan):
-        assert under_way is not None
-        here = under_way
-        under_way = Keys(group, plan[n + 1], k, v) if n + 1 < len(plan) else None
-        yield (of, *here.wait())
+    if window is not None and group.size > 1 and plan:
+        near = NearKeys(window, group.rank, plan, k, v, grads, part.asked.memo)
+        if near.may:
+            return near
+    return SentKeys(group, plan, k, v, grads)
 
 
 def _of_wrt(asked: Asked) -> dict[str, Any]:

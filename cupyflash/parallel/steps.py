@@ -153,20 +153,35 @@ def reach(rows: Rows, sight: Sight) -> int:
     return found
 
 
-def lighter(ranks: int, heads_q: int, heads_k: int, of: Pass, ratio: int, hidden: bool) -> str:
-    """Of the two exchanges that by which a rank receives less; forward that of keys where these are `hidden`: written
-    into each other's memory while kernels compute. ratio: of the bytes of a wide number to those of one of K."""
-    if hidden and of is FORWARD:
-        return "keys"
-    of_keys = (2 if of is FORWARD else 2 + 2 * ratio) * heads_k * ranks  # K and V; dK and dV, wide
+def lighter(ranks: int, heads_q: int, heads_k: int, of: Pass, ratio: int, groups: int, seen: float = 1.0) -> str:
+    """Of the two exchanges that for which a rank waits less. ratio: of the bytes of a wide number to those of one of K.
+    groups: in which keys come, all but the first while others are computed with; 0: transfers are not hidden. seen: of
+    the keys that others hold the share that some rank gets."""
+    keys = 2 * heads_k * ranks * seen  # K and V
+    sums = 0 if of is FORWARD else keys * ratio  # dK and dV, wide
+    of_keys = (keys / groups if groups else keys) + sums
     of_heads = (2 if of is FORWARD else 4) * (heads_q + heads_k)  # Q, K, V and O; backward dO and three gradients, too
-    return "keys" if of_keys <= of_heads else "heads"
+    return "keys" if of_keys < of_heads or (of_keys == of_heads and not groups) else "heads"
 
 
-def usual_groups(heads: int, work: float, rows: int) -> int:
-    """Into how many groups a rank's key heads are cut, of so many operations, and rows of query heads in each call: as
-    many, all alike, as have enough to do for what the next one needs to come, and fill a GPU."""
-    most = max(1, min(heads, GROUPS, int(work / GROUP_WORK), rows // GROUP_ROWS))
+@functools.lru_cache(maxsize=256)
+def fetched(rows: Rows, key_rows: Rows, sight: Sight) -> float:
+    """The share of the keys that others hold that some rank's rows see."""
+    most = 0.0
+    for r in range(rows.size):
+        has = wanted(rows, sight, r, (0, key_rows.length))
+        own = sum(b - a for want in has for span, _ in key_rows.local(r) for a, b in [common(span, want)])
+        others = key_rows.length - key_rows.count(r)
+        most = max(most, (sum(b - a for a, b in has) - own) / others if others else 0.0)
+    return most
+
+
+def usual_groups(rows: Rows, sight: Sight, heads: int, of_q: int, work: int) -> int:
+    """Into how many groups a rank's key heads are cut: as many, all alike, as have enough to do for what the next one
+    needs to come, and fill a GPU. of_q: query heads of all batch entries; work: operations of a pair, of all these."""
+    calls = max(1, *(len(rows.local(r)) for r in range(rows.size)))
+    by_work = int(work * reach(rows, sight) / rows.size / GROUP_WORK)
+    most = max(1, min(heads, GROUPS, by_work, of_q * rows.length // (rows.size * calls) // GROUP_ROWS))
     return max(n for n in range(1, most + 1) if heads % n == 0)
 
 

@@ -4,10 +4,11 @@ these rows lie side by side."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .arrays import beside, empty, packed, put, put_sum, zeros
+from .arrays import beside, empty, packed, put, put_sum, wide, zeros
 from .groups import Group
 from .rows import Span
 from .steps import Deal, Round
@@ -47,74 +48,6 @@ class Keys:
         return self._found
 
 
-def pushed(
-    window: Any, rank: int, plan: Sequence[Round], k: Any, v: Any, memo: dict[Any, Any]
-) -> Iterator[tuple[Any, Any]] | None:
-    """K and V of each round, which ranks write into each other's halves of a window: those of the next are under way
-    while one is computed. None where the window is not to be had. memo: of arrays of these shapes."""
-    if not plan:
-        return None
-    if "moves" not in memo:
-        memo["moves"] = [_moves(of, rank, k, v) for of in plan]
-        memo["size"] = max(x.size for x in memo["moves"])
-    return _pushed(window, memo["moves"], k, v) if window.begin(memo["size"]) else None
-
-
-def _pushed(window: Any, moves: Sequence[_Moves], k: Any, v: Any) -> Iterator[tuple[Any, Any]]:
-    coming = _push(window, 0, moves[0], k, v)
-    for n in range(len(moves)):
-        window.arrived()
-        here, _ = coming
-        if n + 1 < len(moves):
-            coming = _push(window, (n + 1) % 2, moves[n + 1], k, v)
-        yield here
-    window.end()
-
-
-class _Moves(NamedTuple):
-    """Of a round, K and V each: (rank or None for this one's own half, byte there, byte in what this rank holds of the
-    round's heads, number of bytes)."""
-
-    heads: slice
-    shapes: tuple[tuple[int, ...], ...]  # of what this rank then has
-    begins: tuple[int, ...]  # where it has them, in its half
-    moves: tuple[tuple[tuple[int | None, int, int, int], ...], ...]
-    size: int  # bytes of the half of the rank that has most
-
-
-def _moves(of: Round, rank: int, k: Any, v: Any) -> _Moves:
-    shapes, begins, moves, begin = [], [], [], 0
-    for x in (k, v):
-        batch, count, _, dim = x.shape
-        heads = of.heads[1] - of.heads[0]
-        row, found = heads * dim * x.itemsize, []
-        own = [(None, of.length, m) for m in of.receives if m.source == rank]
-        for target, length, m in (*((m.target, m.length, m) for m in of.sends), *own):
-            for b in range(batch):
-                found += [
-                    (target, begin + (b * length + at[0]) * row, (b * count + held[0]) * row, (held[1] - held[0]) * row)
-                    for held, at in zip(m.held, m.here)
-                ]  # fmt: skip
-        shapes.append((batch, of.length, heads, dim))
-        begins.append(begin)
-        moves.append(tuple(found))
-        begin += -(-batch * of.longest * row // 1024) * 1024
-    return _Moves(slice(*of.heads), tuple(shapes), tuple(begins), tuple(moves), begin)
-
-
-def _push(window: Any, half: int, of: _Moves, k: Any, v: Any) -> tuple[tuple[Any, Any], list[Any]]:
-    """The room of this rank's keys of a round, and what must be kept until others have theirs."""
-    # The copy engine takes what lies in a piece.
-    mine = [packed(x if of.shapes[0][2] == x.shape[2] else x[:, :, of.heads]) for x in (k, v)]
-    parts = []
-    for x, some in zip(mine, of.moves):
-        address = window.address(x)
-        parts += [(rank, there, address + here, n) for rank, there, here, n in some]
-    window.push(half, parts)
-    k_of, v_of = (window.room(half, begin, shape, x) for x, begin, shape in zip(mine, of.begins, of.shapes))
-    return (k_of, v_of), mine
-
-
 def _packed_part(room: Any, x: Any, own: Sequence[tuple[Span, Span]], held: Span) -> Any:
     """Rows that this rank holds: from the room of the round, where they lie side by side there."""
     for (a, b), (c, _) in own:
@@ -129,6 +62,38 @@ def _room(target: Any) -> tuple[Any, list[tuple[Any, Any]]]:
         return target, []
     x = empty(tuple(target.shape), target)
     return x, [(target, x)]
+
+
+class SentKeys:
+    """K and V of each round of a call, by messages: those of the next travel while one is computed with. Where `grads`,
+    dk and dv, are given, gradients of them go back to who holds the keys."""
+
+    def __init__(self, group: Group, plan: Sequence[Round], k: Any, v: Any, grads: Any) -> None:
+        self._group, self._plan, self._kv, self._grads = group, plan, (k, v), grads
+        self._returns: Returns | None = None
+
+    def __iter__(self) -> Iterator[tuple[Round, Any, Any]]:
+        plan = self._plan
+        under_way = Keys(self._group, plan[0], *self._kv) if plan else None
+        for n, of in enumerate(plan):
+            assert under_way is not None
+            here = under_way
+            under_way = Keys(self._group, plan[n + 1], *self._kv) if n + 1 < len(plan) else None
+            yield (of, *here.wait())
+        if self._returns is not None:
+            self._returns.write(*self._grads)
+
+    def room(self, k_of: Any, v_of: Any) -> tuple[Any, Any]:
+        """Where the gradients of a round's keys are to be written, in wide numbers."""
+        dk, dv = self._grads
+        return empty(tuple(k_of.shape), dk, wide(dk)), empty(tuple(v_of.shape), dv, wide(dv))
+
+    def give(self, of: Round, sums: tuple[Any, Any]) -> None:
+        """These are the gradients of a round's keys: who holds the keys adds them to its own."""
+        sent = Returns(self._group, of, sums)
+        if self._returns is not None:  # these travelled while the last was computed
+            self._returns.write(*self._grads)
+        self._returns = sent
 
 
 class Returns:
@@ -152,15 +117,19 @@ class Returns:
         self._pending = group.exchange(self._sent, receives)
 
     def write(self, dk: Any, dv: Any) -> None:
-        """Sums, added in the order of ranks, whoever came first, and rounded once: the same bits in every run. Rows of
-        which nobody saw a key are left as they are."""
         self._pending.wait()
         for target, parts in zip((dk, dv), self._parts):
-            ends = sorted({x for span, _ in parts for x in span})
-            for a, b in itertools.pairwise(ends):
-                some = [x[:, a - span[0] : b - span[0]] for span, x in parts if span[0] <= a and b <= span[1]]
-                if some:
-                    put_sum(target[:, a:b, self._heads], some)
+            write_sums(target[:, :, self._heads], parts)
+
+
+def write_sums(target: Any, parts: Sequence[tuple[Span, Any]]) -> None:
+    """Sums of parts, each of some rows, added in their order, whoever came first, and rounded once: the same bits in
+    every run. Rows of which there is none are left as they are."""
+    ends = sorted({x for span, _ in parts for x in span})
+    for a, b in itertools.pairwise(ends):
+        some = [x[:, a - span[0] : b - span[0]] for span, x in parts if span[0] <= a and b <= span[1]]
+        if some:
+            put_sum(target[:, a:b], some)
 
 
 class ByHeads(NamedTuple):
@@ -174,6 +143,13 @@ class ByHeads(NamedTuple):
     def heads(self, some: Span) -> list[slice]:
         """Of each rank: the `some` of those that it gets."""
         return [slice((a + some[0]) * self.group_of, (a + some[1]) * self.group_of) for a, _ in self.deal.heads]
+
+    def shape(self, heads: int) -> tuple[int, int, int, int]:
+        """Of all rows of so many heads."""
+        return self.x.shape[0], self.deal.length, heads * self.group_of, self.x.shape[3]
+
+    def nbytes(self, heads: int) -> int:
+        return int(math.prod(self.shape(heads)) * self.x.itemsize)
 
 
 class ToHeads:

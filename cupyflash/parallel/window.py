@@ -15,38 +15,39 @@ import torch
 from cuda.bindings import runtime
 from torch.distributed import _symmetric_memory as symmetric
 
+Index = tuple[slice, ...]  # of batch entries, rows, heads
 PATIENCE = 600_000  # milliseconds that a rank waits for others, as NCCL's own default
 _ALIGNED = 1024
 _DEFAULT = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class Window:
-    """Two halves of memory on each rank, which all may write to: one is filled while the other is computed with."""
+    """Memory on each rank that all may read and write. Who calls says what lies where; it is the same on all ranks."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device, self._half = weakref.ref(group), device, 0
-        self._stream = torch.cuda.Stream(device)
-        self._last: tuple[int, torch.cuda.Event] | None = None  # by whom halves were last read
+        self._group, self._device = weakref.ref(group), device
+        self._stream, self._pushed = torch.cuda.Stream(device), False
+        self._last: tuple[int, torch.cuda.Event] | None = None  # by whom it was last read
         self._reserve(_ALIGNED)
 
     def _reserve(self, size: int) -> None:
         self._handle: Any = None
-        self._own = symmetric.empty(2 * size, dtype=torch.uint8, device=self._device)
+        self._own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
         group: Any = self._group()
-        self._handle, self._half = symmetric.rendezvous(self._own, group), size
+        self._handle = symmetric.rendezvous(self._own, group)
         self._places, self._rank = [int(x) for x in self._handle.buffer_ptrs], int(self._handle.rank)
-        self._rooms: dict[Any, torch.Tensor] = {}
+        self._arrays: dict[Any, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Memory that stays with the group, of this GPU."""
-        return 2 * self._half
+        return self._own.numel()
 
     def begin(self, size: int) -> bool:
-        """Before a call that needs halves of so many bytes, the same on all ranks: whether it may use them. (Memory is
-        not made while a graph is captured.)"""
+        """Before a call that needs so many bytes, the same on all ranks: whether it may use them. (Memory is not made
+        while a graph is captured.)"""
         capturing = torch.cuda.is_current_stream_capturing()
-        if size > self._half:
+        if size > self.nbytes:
             if capturing:
                 return False
             torch.cuda.synchronize(self._device)
@@ -57,38 +58,57 @@ class Window:
         self._handle.barrier(timeout_ms=PATIENCE)
         return True
 
-    def room(self, half: int, offset: int, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """An array in a half of this rank's."""
-        key = half, offset, shape, like.dtype
-        if key not in self._rooms:
-            if len(self._rooms) >= 256:
-                self._rooms.clear()
-            begin = half * self._half + offset
-            some = self._own[begin : begin + like.element_size() * math.prod(shape)]
-            self._rooms[key] = some.view(like.dtype).view(shape)
-        return self._rooms[key]
+    def array(self, rank: int, offset: int, shape: tuple[int, ...], like: torch.Tensor, dtype: Any = None) -> Any:
+        """One in a rank's memory, of the dtype of `like` unless another is named."""
+        kind = like.dtype if dtype is None else getattr(torch, dtype)
+        key = rank, offset, shape, kind
+        if key not in self._arrays:
+            if len(self._arrays) >= 256:
+                self._arrays.clear()
+            if rank == self._rank:
+                some = self._own[offset : offset + kind.itemsize * math.prod(shape)]
+                self._arrays[key] = some.view(kind).view(shape)
+            else:
+                self._arrays[key] = self._handle.get_buffer(rank, shape, kind, offset // kind.itemsize)
+        return self._arrays[key]
 
     @staticmethod
     def address(x: torch.Tensor) -> int:
         return x.data_ptr()
 
-    def push(self, half: int, parts: Sequence[tuple[int | None, int, int, int]]) -> None:
-        """Start to copy: of each part the rank to whose half it goes, where it begins there, its address and its bytes;
-        what goes to no other is this rank's own, and there for who computes next."""
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
-        streams = self._stream.cuda_stream, here.cuda_stream
+    @staticmethod
+    def put(parts: Sequence[tuple[torch.Tensor, Index, torch.Tensor, Index]]) -> None:
+        """Copy, for who computes next, to and from any rank's: parts of arrays to parts of others, in words of 16 bytes
+        where both are made of such."""
+        targets, sources, words = [], [], {}
+        for target, at, x, of in parts:
+            for y in (target, x):
+                if id(y) not in words:
+                    words[id(y)] = _words(y)
+            to, come = words[id(target)], words[id(x)]
+            if to is None or come is None:
+                to, come = target, x
+            targets.append(to[at])
+            sources.append(come[of])
+        torch._foreach_copy_(targets, sources)
+
+    def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
+        """Start to copy beside what computes: of each part the rank to whom it goes, where it begins there, its address
+        and its bytes."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._pushed = True
+        stream = self._stream.cuda_stream
         for rank, offset, address, count in parts:
-            target = self._places[self._rank if rank is None else rank] + half * self._half + offset
-            (code,) = runtime.cudaMemcpyAsync(target, address, count, _DEFAULT, streams[rank is None])
+            (code,) = runtime.cudaMemcpyAsync(self._places[rank] + offset, address, count, _DEFAULT, stream)
             if code != runtime.cudaError_t.cudaSuccess:
                 raise RuntimeError(f"a copy to rank {rank} of the group failed: {code.name}")
 
     def arrived(self) -> None:
-        """For who computes next: what all ranks pushed until here is there, and all are done with what they
+        """For who computes next: what all ranks pushed and put until here is there, and all are done with what they
         computed."""
-        here = torch.cuda.current_stream(self._device)
-        here.wait_stream(self._stream)
+        if self._pushed:  # a graph may wait for no stream that is not its own
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._pushed = False
         self._handle.barrier(timeout_ms=PATIENCE)
 
     def end(self) -> None:
@@ -96,3 +116,12 @@ class Window:
         if not torch.cuda.is_current_stream_capturing():
             here = torch.cuda.current_stream(self._device)
             self._last = here.cuda_stream, here.record_event()
+
+
+def _words(x: torch.Tensor) -> torch.Tensor | None:
+    """Its elements by 16 bytes along the last axis."""
+    count = 16 // x.element_size()
+    lengths = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(n % count for n in lengths):
+        return None
+    return x.view(torch.complex128)
