@@ -82,8 +82,9 @@ keys = [key for key in report.varying([row["problem"] for row in rows]) if key n
 print("\n" + "\t".join([*keys, "ours", "best peer", "", "vs best", "x alone" if rows[0].get("times_alone") else ""]))
 for row in rows:
     if row["problem"].get("error", "largest") == "largest":
-        best = report.best(row["peers"], row["unit"])
-        name = next((name for name, x in row["peers"].items() if x == best and x is not None), "")
+        peers = {name: x for name, x in row["peers"].items() if x is not None and name not in report.OWN}
+        best = report.best(peers, row["unit"])
+        name = next((name for name, x in peers.items() if x == best), "")
         shown = [*(row["problem"].get(key) for key in keys), row["ours"], best, name]
         print(*map(report.cell, shown), report.ratio_text(row["ratio_to_best"]).plain, row.get("times_alone", ""), sep="\t")
 print(*report.summary(rows), sep="\n")

@@ -1,7 +1,8 @@
-"""The suites `decode`, `varlen` and `paged` without a GPU: rows, inputs, everybody's calls, what is shown of them."""
+"""The suites `decode`, `varlen`, `paged` and `latent` without a GPU: rows, inputs, everybody's calls, what is shown."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import types
@@ -32,6 +33,9 @@ SMALL = {
     "packed": Call("packed", KEYS, KEYS, 4, 2, 16),
     "even": Call("packed", (24,) * 3, (24,) * 3, 2, 2, 16),
     "chunk": Call("packed", (24, 1, 1), (60, 9, 30), 4, 2, 16),
+    "latent": Call("caches", (1,) * 4, KEYS, 4, 1, 24, latent=16),
+    "latent, few": Call("caches", (3,) * 2, (70,) * 2, 4, 1, 24, latent=16),
+    "latent pages": Call("pages", (2,) * 3, (50,) * 3, 4, 1, 24, page=16, latent=16),
 }
 
 
@@ -43,7 +47,8 @@ def cache(dtype: str = "float32") -> dict[str, peers.Case]:
 
 
 def test_rows_are_those_that_serving_and_packed_training_ask() -> None:
-    assert [len(calls) for calls in CALLS.values()] == [40, 11, 9]
+    assert [len(calls) for calls in CALLS.values()] == [40, 11, 9, 10]
+    assert len({name for calls in CALLS.values() for name in calls}) == 70  # a row is found by its name alone
     assert {name for calls in CALLS.values() for name in calls} == {
         x for names in serving.KINDS.values() for x in names
     }
@@ -51,6 +56,8 @@ def test_rows_are_those_that_serving_and_packed_training_ask() -> None:
     assert str(CALLS["decode"]["16x4096-32/8-d128"]) == "16 x 1 on 4096, 32/8 x 128"
     assert str(CALLS["varlen"]["long-d64"]) == "65 x 128 to 8192, 32/32 x 64, causal"
     assert str(CALLS["paged"]["16x4096-p16"]) == "16 x 1 on 4096, 32/8 x 128, pages of 16"
+    assert str(CALLS["latent"]["64x2on4096-h128"]) == "64 x 2 on 4096, 128/1 x 576/512, causal"
+    assert sum(CALLS["latent"]["ragged-h128"].keys) == pytest.approx(128 * 2048, rel=1e-3)
     packed = serving.problems("varlen", Options())
     assert [x["row"] for x in packed if x["pass"] == "backward"] == [x for x in CALLS["varlen"] if x != "chunk"]
     assert {x["pass"] for x in serving.problems("decode", Options())} == {"forward"}
@@ -65,6 +72,8 @@ def test_pairs_and_bytes_are_those_of_the_sequences() -> None:
     seen = sum(int(np.tri(n, m, m - n).sum()) for n, m in zip(call.queries, call.keys))
     assert call.pairs == seen
     assert SMALL["caches"].pairs == sum(KEYS) and SMALL["caches"].cache_bytes == 2 * 2 * sum(KEYS) * 2 * 16
+    assert SMALL["latent"].cache_bytes == 2 * sum(KEYS) * 24  # V is in K
+    assert SMALL["caches"].work == 4 * 4 * sum(KEYS) * 16 and SMALL["latent"].work == 2 * 4 * sum(KEYS) * (24 + 16)
 
 
 @pytest.mark.parametrize("suite", CALLS)
@@ -85,9 +94,9 @@ def test_a_row_of_8_bits_is_that_of_16_with_half_the_bytes() -> None:
     (exact,) = serving.exact(case, call, FORWARD)
     prepare = peers.ours(None)
     for x in (case, wide, case):
-        torch.testing.assert_close(prepare(x, FORWARD).call()[0].float(), exact, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(prepare(x, FORWARD).call()[0].double(), exact, atol=2e-2, rtol=2e-2)
         (appended,) = serving.appending(None)(x, FORWARD).call()
-        torch.testing.assert_close(appended.float(), exact, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(appended.double(), exact, atol=2e-2, rtol=2e-2)
     problem = {"pass": "forward", "row": "64x4096-p16-fp8", "dtype": "bfloat16"}
     kinds = {(job.problem.cache_dtype, job.plan.family) for job in serving.jobs_of(problem, Arch.of("sm_90a"), None)}
     assert {("float8_e4m3fn", "sm80"), (None, "sm90")} <= kinds
@@ -99,16 +108,15 @@ def test_a_row_of_8_bits_is_that_of_16_with_half_the_bytes() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_ours_is_what_is_expected_in_every_form(name: str) -> None:
     call, case = SMALL[name], cache()[name]
-    given = {x: y.shape for x, y in case.scores.items()}
+    given = {x: y.shape for x, y in case.scores.items() if torch.is_tensor(y)}
     assert serving.shapes(call) == {"q": case.q.shape, "k": case.k.shape, **given}
     want = serving.exact(case, call, FORWARD)
     forms = serving.in_other_form(case, call)
-    assert [*forms] == {"dense": ["lengths"], "few": ["lengths"], "even": ["dense"], "even pages": ["dense"]}.get(
-        name, []
-    )
+    assert [*forms] == {"dense": ["lengths"], "few": ["lengths"], "even": ["dense"], "even pages": ["dense"],
+        "latent pages": ["dense"]}.get(name, [])  # fmt: skip
     for each in (case, *(other for _, other in forms.values())):
         (out,) = peers.ours()(each, FORWARD).call()
-        torch.testing.assert_close(out.view(want[0].shape), want[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(out.view(want[0].shape).double(), want[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["packed", "even"])
@@ -134,9 +142,9 @@ def test_appending_attends_to_the_same(name: str) -> None:
     candidate = serving.appending(None)(case, FORWARD)
     k, v = case.k.clone(), case.v.clone()
     case.k.zero_()
-    assert not torch.allclose(candidate.call()[0], want, atol=1e-4)
+    assert not torch.allclose(candidate.call()[0].double(), want, atol=1e-4)
     case.k.copy_(k)
-    torch.testing.assert_close(candidate.call()[0], want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(candidate.call()[0].double(), want, rtol=0, atol=1e-5)
     assert torch.equal(case.k, k) and torch.equal(case.v, v)
 
 
@@ -169,6 +177,9 @@ class FlashAttention3:
     """Stands for its operators: what they are given must be what they have, and ours computes it."""
 
     def fwd(self, q: Any, k: Any, v: Any, **given: Any) -> tuple[Any, ...]:
+        scale = given.pop("softmax_scale", None)
+        if "q_v" in given:
+            q, k = torch.cat([given.pop("q_v"), q], -1), torch.cat([v, k], -1)
         names = {"seqused_k": "seqlens_k", "page_table": "page_table"}
         names |= {x: x for x in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
         if "seqused_k" in given:
@@ -179,10 +190,10 @@ class FlashAttention3:
         self.splits = given.pop("num_splits")
         taken = {names[x]: y for x, y in given.items() if x in names}
         assert {*given} <= {*names, "is_causal"}
-        return attention(q, k, v, causal=given["is_causal"], return_lse=True, **taken)
+        return attention(q, k, v, causal=given["is_causal"], scale=scale, return_lse=True, **taken)
 
     def get_scheduler_metadata(self, *sizes: Any, page_size: int | None, is_causal: bool, num_splits: int) -> Any:
-        assert len(sizes) == 9 and sizes[3:7] == (4, 2, 16, 16)
+        assert len(sizes) == 9 and sizes[3:7] in ((4, 2, 16, 16), (4, 1, 8, 16))
         return "schedule", page_size
 
 
@@ -190,8 +201,99 @@ class FlashAttention3:
 def test_flash_attention_3_is_asked_for_the_same(name: str) -> None:
     call, case, operators = SMALL[name], cache()[name], FlashAttention3()
     (out,) = serving_peers.fa3(operators, case, FORWARD).call()
-    torch.testing.assert_close(out, serving.exact(case, call, FORWARD)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), serving.exact(case, call, FORWARD)[0], rtol=0, atol=1e-5)
     assert operators.splits == (name == "even")  # keys may be split where queries are few
+
+
+class FlashInfer:
+    """Stands for its latent attention: from the pages that it is told ours computes the same."""
+
+    BatchMLAPagedAttentionWrapper: Any = None  # where it is looked for
+    plans = 0
+
+    def __init__(self, workspace: Any) -> None:
+        self.mla = self
+
+    def plan(self, firsts: Any, ends: Any, which: Any, lengths: Any, heads: int, n: int, rest: int, page: int,
+        causal: bool, scale: float, *dtypes: Any) -> None:  # fmt: skip
+        assert {x.dtype for x in (firsts, ends, which, lengths)} == {torch.int32} and len({*dtypes}) == 1
+        assert (heads, n, rest) == (4, 16, 8)
+        self.firsts, self.ends, self.which, self.lengths, self.page = firsts, ends, which.long(), lengths, page
+        self.how: dict[str, Any] = {"causal": causal, "scale": scale}
+        FlashInfer.plans += 1
+
+    def run(self, q_n: Any, q_r: Any, k_n: Any, k_r: Any) -> Any:
+        assert k_n.shape[1:] == (self.page, 16) and k_r.shape[1:] == (self.page, 8)
+        q, k = torch.cat([q_n, q_r], -1), torch.cat([k_n, k_r], -1)
+        found = []
+        for n, keys in enumerate(self.lengths.tolist()):
+            rows = k[self.which[self.ends[n] : self.ends[n + 1]]].flatten(0, 1)[None, :keys, None]
+            found.append(attention(q[None, self.firsts[n] : self.firsts[n + 1]], rows, latent=16, **self.how)[0])
+        return torch.cat(found)
+
+
+FlashInfer.BatchMLAPagedAttentionWrapper = FlashInfer
+
+
+def flash_mla(q: Any, pool: Any, n: int, lengths: Any, table: Any, scale: float, causal: bool, *schedule: Any) -> Any:
+    """Stands for FlashMLA's operator, which makes its schedule in the first call."""
+    assert schedule in ((None, None), ("schedule", "splits")) and table.dtype == torch.int32
+    given: dict[str, Any] = {"seqlens_k": lengths, "page_table": table, "scale": scale, "causal": causal}
+    out, lse = attention(q, pool, latent=n, return_lse=True, **given)
+    return out * (float("nan") if schedule[0] is None else 1), lse, "schedule", "splits"
+
+
+@pytest.mark.parametrize("name", [x for x in SMALL if x.startswith("latent")])
+def test_latent_peers_are_asked_for_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, case = SMALL[name], cache()[name]
+    (want,) = serving.exact(case, call, FORWARD)
+    monkeypatch.setitem(sys.modules, "flashinfer", FlashInfer(None))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "flash_mla", types.ModuleType("flash_mla"))
+    package = types.SimpleNamespace(dense_decode_fwd=flash_mla)
+    monkeypatch.setitem(sys.modules, "flash_mla.cuda", package)  # type: ignore[arg-type]
+    monkeypatch.setattr(serving_peers, "_workspace", lambda device: None)
+    before = FlashInfer.plans
+    for prepare in (serving_peers.flashinfer(), serving_peers.flashmla()):
+        candidate = prepare(case, FORWARD)
+        for _ in range(2):
+            (out,) = candidate.call()
+            torch.testing.assert_close(out.view(want.shape).double(), want, rtol=0, atol=1e-5)
+    assert FlashInfer.plans == before + 1
+    with pytest.raises(NotImplementedError, match="forwards of latent attention alone"):
+        serving_peers.flashmla()(cache()["caches"], FORWARD)
+
+
+def test_the_operator_library_of_flash_mla_takes_a_place_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setenv("CUPYFLASH_PEER_FLASHMLA", "/somewhere/flashmla.so")
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+
+    def operator(*given: Any) -> Any:
+        assert len(given) == 10 and given[-1] is None
+        return flash_mla(*given[:-1])
+
+    monkeypatch.setattr(torch.ops, "_flashmla_C", types.SimpleNamespace(dense_decode_fwd=operator), raising=False)
+    call, case = SMALL["latent"], cache()["latent"]
+    (out,) = serving_peers.flashmla()(case, FORWARD).call()
+    torch.testing.assert_close(out.double(), serving.exact(case, call, FORWARD)[0], rtol=0, atol=1e-5)
+    assert loaded == ["/somewhere/flashmla.so"]
+
+
+def test_notes_of_latent_attention_tell_both_limits(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        serving, "importable", lambda names: {"flashmla": functools.partial(serving_peers._flashmla, flash_mla)}
+    )
+    problem = {"pass": "forward", "row": "latent", "call": "", "dtype": "float32"}
+    monkeypatch.setattr(serving, "CALLS", {"latent": {"latent": SMALL["latent"]._replace(heads=400)}})
+    values, notes = serving.measure("latent", problem, Options())
+    calls = 3e-3 / (1e-6 * values["ours"])
+    tflops = 2 * 400 * sum(KEYS) * 40 * calls / 3e-3 / 1e12
+    assert {*values} == {"ours", "flashmla", "read"} and {*notes} == {"ours", "flashmla"}
+    assert notes["ours"] == f"{tflops:.0f} TFLOP/s, 200% of reading K" and notes["flashmla"].endswith(
+        " 100% of reading K"
+    )
+    row = report.make_row(problem, "us", values, notes, serving.PEERS["latent"])
+    assert f"({notes['ours']})" in plots.table([row, row], with_notes=True)
 
 
 # --- a run --------------------------------------------------------------------------------------------------------
@@ -205,6 +307,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "decode": ("dense", "few", "caches"),
         "varlen": ("packed", "even", "chunk"),
         "paged": ("pages", "even pages"),
+        "latent": ("latent", "latent, few", "latent pages"),
     }
     monkeypatch.setattr(serving, "CALLS", {suite: {x: SMALL[x] for x in names[suite]} for suite in names})
     monkeypatch.setattr(serving, "KINDS", {x: (x,) for x in SMALL})
@@ -243,6 +346,7 @@ def test_a_run_writes_rows_and_a_picture(
         )  # ours in another form is no peer
     told = capsys.readouterr().out
     assert "the best peer 2.00x, worst 2.00x" in told
+    assert ("ours 0 TFLOP/s, 200% of reading K, fa3" in told) == (suite == "latent")
     if suite == "decode":
         assert "lengths on the device, against without 0.50x" in told and "reading K and V 2.00x" in told
     else:
@@ -254,7 +358,11 @@ def test_a_run_writes_rows_and_a_picture(
 
 def test_without_peers_ours_is_measured_all_the_same(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "importable", lambda names: {})
-    for suite, name in (("decode", "dense"), ("varlen", "even"), ("paged", "even pages")):
+    for suite, name in (
+        ("decode", "dense"),
+        ("varlen", "even"),
+        ("paged", "even pages"),
+    ):  # of latent attention there are notes
         problem = {"pass": "forward", "row": name, "call": str(SMALL[name]), "dtype": "float32"}
         values, notes = serving.measure(suite, problem, Options())
         assert notes == {} and values["ours"] and {*values} <= {"ours", *serving.OWN}
@@ -270,7 +378,7 @@ def test_who_is_wrong_is_not_timed(on_cpu: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(serving, "importable", lambda names: {"flashinfer": wrong})
     problem = {"pass": "forward", "row": "caches", "call": "", "dtype": "float32"}
     values, notes = serving.measure("decode", problem, Options())
-    assert "flashinfer" not in values and "wrong: relative error 1 against float32" in notes["flashinfer"]
+    assert "flashinfer" not in values and "wrong: relative error 1 against float64" in notes["flashinfer"]
 
 
 def test_flashinfer_is_looked_for_in_the_folder_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,10 @@ def run(
     ----------
     suites : names
         "forward", "backward" (the papers' grid), "host", "jax", "jit", "import", "memory", "fp32", "fp8", "figures",
-        "training", "gpt", "ladder", "scores", "models", "precision", "derivatives", "decode", "varlen", "paged", "cpu";
-        "paper" (figures, memory and training: what the papers report), or "all": those that need a GPU. "parallel" goes
-        alone: over the GPUs of a host, with processes of its own; of the options it takes out, only and resume.
+        "training", "gpt", "ladder", "scores", "models", "precision", "derivatives", "decode", "varlen", "paged",
+        "latent", "cpu"; "paper" (figures, memory and training: what the papers report), or "all": those that need a
+        GPU. "parallel" goes alone: over the GPUs of a host, with processes of its own; of the options it takes out,
+        only and resume.
     family : str, optional
         Force this kernel family; the file is then `<family>_<suite>.json`. Of "fp32" the problems that it takes.
     out : folder, optional
@@ -38,13 +39,13 @@ def run(
     quick : bool
         Fewer problems, rounds and milliseconds.
     dtype : str, optional
-        For the suites "forward", "backward", "figures", "memory", "scores", "models", "decode", "varlen", "paged" and
-        "jax". Default "bfloat16". For "fp32" and "cpu" one of their two.
+        For the suites "forward", "backward", "figures", "memory", "scores", "models", "decode", "varlen", "paged",
+        "latent" and "jax". Default "bfloat16". For "fp32" and "cpu" one of their two.
     rounds, min_ms : optional
         Samples of each candidate, and the least duration of one in milliseconds. Default 7 and 20, with quick 3 and 5.
     only : names, optional
-        For the suites "scores", "models", "derivatives", "decode", "varlen" and "paged": rows to measure, or how their
-        names begin. Default folder as with quick.
+        For the suites "scores", "models", "derivatives", "decode", "varlen", "paged" and "latent": rows to measure, or
+        how their names begin. Default folder as with quick.
     slow : bool
         For the suite "scores": also the peers that are too slow to be of interest, after the others in each row.
     sustained : bool

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--only",
         action="append",
         default=[],
-        help="suites scores, models, derivatives, decode, varlen, paged, parallel: rows, or how their names begin",
+        help="suites scores, models, derivatives, decode, varlen, paged, latent, parallel: rows, or how they begin",
     )
     parser.add_argument("--slow", action="store_true", help="suite scores: the slow peers too")
     parser.add_argument(

@@ -17,7 +17,7 @@ class Case(NamedTuple):
     of them, or of the arrays that the score function reads, whose gradients are wanted too. "ours", PyTorch's and
     FlexAttention know of these; who does not is found wrong where they are given.
     `visible` says of (b, h, i, j), tensors of integers, what a block mask among them does. `window`: (left, right) as
-    of `attention`; "ours" and the FlashAttention packages know of it.
+    of `attention`; "ours" and the FlashAttention packages know of it. With `latent` among the scores v is None.
     """
 
     q: Any

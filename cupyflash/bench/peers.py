@@ -318,6 +318,7 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "fa4": fa4,
     "flashinfer": serving_peers.flashinfer,
     "flashinfer-tc": functools.partial(serving_peers.flashinfer, tensor_cores=True),
+    "flashmla": serving_peers.flashmla,
     "efficient": functools.partial(sdpa, "EFFICIENT_ATTENTION"),
     "math": functools.partial(sdpa, "MATH"),
     "flex": flex,
@@ -340,6 +341,7 @@ PACKAGES = (
     "flash-attn-3",
     "flash-attn",
     "flashinfer-python",
+    "flash-mla",
     "nvidia-cudnn-frontend",
 )
 

@@ -34,6 +34,7 @@ COLOURS = {
     "jvp-flash": "#393b79",
     "flashinfer": "#17becf",
     "flashinfer-tc": "#9edae5",
+    "flashmla": "#2ca02c",
     "lengths": "#ff9896",
     "append": "#f7b6d2",
     "dense": "#c49c94",
@@ -70,6 +71,7 @@ TITLES = {
     "decode": "Decoding: a token on caches",
     "varlen": "Packed sequences",
     "paged": "Pages",
+    "latent": "Latent attention",
     "cpu": "NumPy path",
 }
 INTRO = """# Benchmarks
@@ -87,9 +89,10 @@ alone, in the same rounds. – is what a peer cannot do or what has no room. Fur
 and tangent, `step` a MeanFlow step's attention (jvp, then backward through the value), `double` forward, backward and its
 backward, `hvp` a Hessian product, each as PyTorch's users write it; `Ju` and `Hu` are `attention_jvp` and `attention_backward_jvp`
 of a kernel family; "times alone" is how many of our own forwards (`jvp`, `Ju`), backwards (`Hu`), or both (others) that takes, in
-the same rounds; megabytes are the peak beyond inputs and results. Decoding, pages and packed sequences are replayed from CUDA graphs, from more
-copies of the arrays than the L2 cache holds; "reading K and V" is a sum over their bytes, and neither that nor ours in another form
-is a peer. Suites that name other kernel sources were measured on another state of the kernels; the report of the
+the same rounds; megabytes are the peak beyond inputs and results. Decoding, pages, latent attention and packed sequences are replayed
+from CUDA graphs, from more copies of the arrays than the L2 cache holds; "reading K and V" is a sum over their bytes, and neither that
+nor ours in another form is a peer. Of latent attention V is in K and read once; TFLOP/s count 2·H·(576 + 512) for each pair of a query
+and a key. Suites that name other kernel sources were measured on another state of the kernels; the report of the
 tests on a GPU, `tests/gpu_report.json`, names those of the checkout. `bench/README.md` tells how to run it.
 """
 
@@ -112,7 +115,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
                 f"{rows[0]['unit']}{shared and '; ' + shared}. {circumstances(data)}\n",
                 f"![{_title(data)}](plots/{stem}.png)\n",
                 "\n".join(f"- {line}" for line in report.summary(data["rows"])) + "\n",
-                table(rows, with_notes=data.get("sustained", False)),
+                table(rows, with_notes=data.get("sustained", False) or data["suite"] in report.NOTED),
             ]
     return "\n".join(parts)
 
@@ -134,8 +137,7 @@ def circumstances(data: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row], with_notes: bool = False) -> str:
-    """All rows as a Markdown table; the best value of each is bold. with_notes: behind a value stands its note, clock
-    and power."""
+    """All rows as a Markdown table; the best value of each is bold. with_notes: behind a value stands its note."""
     keys = report.varying([row["problem"] for row in rows])
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     ratios = {"ratio_to_best": "vs best", "ratio_to_causal": "vs causal", "times_alone": "times alone"}

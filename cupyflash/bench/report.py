@@ -41,6 +41,7 @@ NAMES = {
     "jvp-flash": "jvp_flash_attention (Triton)",
     "flashinfer": "FlashInfer",
     "flashinfer-tc": "FlashInfer, tensor cores",
+    "flashmla": "FlashMLA",
     "lengths": "cupyflash, lengths on the device",
     "append": "cupyflash, appending",
     "dense": "cupyflash, dense call",
@@ -49,6 +50,8 @@ NAMES = {
 
 # Ours in another form, and what nobody who computes can reach: shown beside the peers.
 OWN = ("eight", "bf16", "lengths", "append", "dense", "read")
+
+NOTED = ("latent",)  # suites whose notes say more of a value, too
 
 
 def make_row(

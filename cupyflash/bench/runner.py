@@ -164,7 +164,7 @@ def _run_suite(
             progress.console.print(_line(widths, cells))
             if row["ours"] is None or str(notes.get("ours", "")).startswith("unchecked"):
                 progress.console.print(Text(f"  ours: {notes.get('ours')}"), style="red", soft_wrap=True)
-            if options.sustained:
+            if options.sustained or name in report.NOTED:
                 states = ", ".join(f"{who} {notes[who]}" for who in values if who in notes)
                 progress.console.print(Text(f"  {states}"), style="dim", soft_wrap=True)
             for peer in present:

@@ -1,4 +1,5 @@
-"""The suites `decode`, `varlen` and `paged`: what serving and packed training ask, with lengths on the device.
+"""The suites `decode`, `varlen`, `paged` and `latent`: what serving and packed training ask, with lengths on the
+device.
 
 Everybody is replayed from a CUDA graph: who calls has the host's time as well, which the suite `host` measures. One
 graph goes through several copies of the arrays, which are larger than any L2 cache together.
@@ -23,9 +24,10 @@ from .suite import Measured, Options, Problem, compare, importable, take_turns
 
 COLD = 256 << 20  # bytes of q, k and v in all copies; L2 caches have up to 126 MB
 MOST_CALLS, LEAST_CALLS = 64, 6  # of one graph
-SCORES = 2**28  # of standard attention at a time
+SCORES = 2**27  # of standard attention at a time
 ROUND = 256  # rows; caches have a multiple of it
 LARGE = 200e6  # bytes of k and v; such rows are told in shares of the bandwidth
+LATENT_SCALE = 192**-0.5  # DeepSeek's: heads have 192 columns before their weights are absorbed
 
 
 class Call(NamedTuple):
@@ -40,6 +42,7 @@ class Call(NamedTuple):
     dim: int
     page: int = 0
     eight: str = ""  # dtype of k and v, where they are of 8 bits
+    latent: int = 0  # columns of k that are v, which is left out then
 
     @property
     def causal(self) -> bool:
@@ -53,7 +56,7 @@ class Call(NamedTuple):
     @property
     def cache_bytes(self) -> int:
         """Of K and V, as far as they are filled."""
-        return (2 if self.eight else 4) * sum(self.keys) * self.heads_k * self.dim
+        return (2 if self.eight or self.latent else 4) * sum(self.keys) * self.heads_k * self.dim
 
     @property
     def pairs(self) -> int:
@@ -61,11 +64,16 @@ class Call(NamedTuple):
         of = zip(self.queries, self.keys)
         return sum(n * m - n * (n - 1) // 2 if self.causal else n * m for n, m in of)
 
+    @property
+    def work(self) -> int:
+        """Floating-point operations of a forward."""
+        return 2 * self.heads * self.pairs * (self.dim + (self.latent or self.dim))
+
     def __str__(self) -> str:
         queries, keys = ({*x} for x in (self.queries, self.keys))
         rows = _span(queries) if self.queries == self.keys else f"{_span(queries)} on {_span(keys)}"
         pages = f", pages of {self.page}" if self.page else ""
-        sizes = f"{self.heads}/{self.heads_k} x {self.dim}"
+        sizes = f"{self.heads}/{self.heads_k} x {self.dim}{f'/{self.latent}' * bool(self.latent)}"
         eight = f", {self.eight}" if self.eight else ""
         return f"{len(self.keys)} x {rows}, {sizes}{', causal' * self.causal}{pages}{eight}"
 
@@ -132,10 +140,25 @@ _EIGHT = {
         "64x4096-p16")
 }  # fmt: skip
 
-CALLS: dict[str, dict[str, Call]] = {"decode": _DENSE | _RAGGED | _FEW | _EIGHT, "varlen": _PACKED, "paged": _PAGED}
+_LATENT = {
+    name: Call("pages" if page else "caches", (queries,) * len(keys), keys, heads, 1, 576, page, latent=512)
+    for name, heads, keys, queries, page in (
+        *((f"64x4096-h{heads}", heads, (4096,) * 64, 1, 0) for heads in (128, 16, 64, 8)),
+        ("1x8192-h128", 128, (8192,), 1, 0),
+        ("1x65536-h16", 16, (65536,), 1, 0),
+        ("64x2on4096-h128", 128, (4096,) * 64, 2, 0),
+        ("ragged-h128", 128, lognormal(128, 1110, 1, 16, 16384), 1, 0),  # 2048 on average
+        *((f"64x4096-h{heads}-p64", heads, (4096,) * 64, 1, 64) for heads in (128, 16)),
+    )
+}
+
+CALLS: dict[str, dict[str, Call]] = {
+    "decode": _DENSE | _RAGGED | _FEW | _EIGHT, "varlen": _PACKED, "paged": _PAGED, "latent": _LATENT
+}  # fmt: skip
 QUICK = (  # or how they begin
     "16x4096-", "1x131072-32/8", "1x16384-32", "64x4096-64/8", "long", "ragged-64", "ragged-p", "16x4on",
     "8x2048", "lognormal", "64x256-d128", "short-d128", "chunk", "16x16384-32/8-d128-fp8",
+    "64x4096-h128", "64x4096-h16", "1x8192-h128",
 )  # fmt: skip
 # What `lines` sums up: the rows of a kind.
 KINDS = {
@@ -148,12 +171,15 @@ KINDS = {
     "a chunk beside tokens": ("chunk",),
     "pages": tuple(name for name, x in _PAGED.items() if x.even),
     "ragged pages": tuple(name for name, x in _PAGED.items() if not x.even),
+    "latent, 64 and 128 heads": tuple(name for name, x in _LATENT.items() if x.heads >= 64),
+    "latent, 8 and 16 heads": tuple(name for name, x in _LATENT.items() if x.heads < 64),
 }
 # Beside the peers stand ours in another form, and what reading K and V takes.
 PEERS = {
     "decode": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "fa2", "lengths", "sixteen", "append", "read"),
     "varlen": ("fa3", "flashinfer", "fa2", "dense"),
     "paged": ("fa3", "flashinfer", "flashinfer-tc", "cudnn", "dense", "append", "read"),
+    "latent": ("flashmla", "fa3", "flashinfer", "dense", "read"),
 }
 OWN = {
     "lengths": "lengths on the device",
@@ -222,7 +248,12 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
         lines = [[*itertools.islice(taken, n)] for n in _pages(call)]
         values["page_table"] = [line + [0] * (lengths["page_table"][1] - len(line)) for line in lines]
     scores = {name: torch.tensor(values[name], dtype=torch.int32, device=device) for name in lengths}
-    return peers.Case(a, b, c, dout, call.causal, scores)
+    return peers.Case(a, b, None if call.latent else c, dout, call.causal, scores | _options(call))
+
+
+def _options(call: Call) -> dict[str, Any]:
+    """What `attention` is given beside the arrays."""
+    return {"latent": call.latent, "scale": LATENT_SCALE} if call.latent else {}
 
 
 def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.Case]]:
@@ -243,8 +274,10 @@ def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.C
         rows = (len(call.keys), call.keys[0])
         q, k, v, dout = (x.view(*rows, *x.shape[1:]) for x in case[:4])
         return {"dense": (dense, peers.Case(q, k, v, dout, call.causal))}
-    k, v = (x[case.scores["page_table"]].flatten(1, 2)[:, : call.keys[0]] for x in (case.k, case.v))
-    return {"dense": (dense, peers.Case(case.q, k, v, case.dout, call.causal))}
+    k, v = (
+        None if x is None else x[case.scores["page_table"]].flatten(1, 2)[:, : call.keys[0]] for x in (case.k, case.v)
+    )
+    return {"dense": (dense, peers.Case(case.q, k, v, case.dout, call.causal, _options(call)))}
 
 
 def appending(family: str | None) -> peers.Prepare:
@@ -270,27 +303,28 @@ def appending(family: str | None) -> peers.Prepare:
 
 
 def exact(case: peers.Case, call: Call, of: Pass) -> tuple[Any, ...]:
-    """Standard attention in float32, sequence by sequence; its gradients are PyTorch's."""
+    """Standard attention in float64, sequence by sequence; its gradients are PyTorch's."""
     import torch
 
+    v = case.k[..., : call.latent] if call.latent else case.v
+    scale = case.scores.get("scale", call.dim**-0.5)
     found = []
     for n, (queries, keys) in enumerate(zip(call.queries, call.keys)):
         if call.held == "packed":
             own = slice(first := sum(call.queries[:n]), first + queries)
             theirs = slice(first := sum(call.keys[:n]), first + keys)
-            rows = case.q[own], case.k[theirs], case.v[theirs], case.dout[own]
+            rows = case.q[own], case.k[theirs], v[theirs], case.dout[own]
         elif call.held == "pages":
             pages = case.scores["page_table"][n, : -(-keys // call.page)]
-            k, v = (x[pages].flatten(0, 1)[:keys] for x in (case.k, case.v))
-            rows = case.q[n], k, v, case.dout[n]
+            rows = case.q[n], *(x[pages].flatten(0, 1)[:keys] for x in (case.k, v)), case.dout[n]
         else:
-            rows = case.q[n], case.k[n, :keys], case.v[n, :keys], case.dout[n]
-        found.append(_standard(*rows, call.causal, of))
+            rows = case.q[n], case.k[n, :keys], v[n, :keys], case.dout[n]
+        found.append(_standard(*rows, scale, call.causal, of))
     join = torch.cat if call.held == "packed" else torch.stack
     return tuple(join(x) for x in zip(*found))
 
 
-def _standard(q: Any, k: Any, v: Any, dout: Any, causal: bool, of: Pass) -> tuple[Any, ...]:
+def _standard(q: Any, k: Any, v: Any, dout: Any, scale: float, causal: bool, of: Pass) -> tuple[Any, ...]:
     """One sequence, (rows, heads, dim), some heads at a time."""
     import torch
 
@@ -301,12 +335,12 @@ def _standard(q: Any, k: Any, v: Any, dout: Any, causal: bool, of: Pass) -> tupl
     for first in range(0, heads_k, step):
         theirs = slice(first, first + step)
         own = slice(first * group, (first + step) * group)
-        leaves = [x.detach().float().requires_grad_(of is BACKWARD) for x in (q[:, own], k[:, theirs], v[:, theirs])]
+        leaves = [x.detach().double().requires_grad_(of is BACKWARD) for x in (q[:, own], k[:, theirs], v[:, theirs])]
         a, b, c = leaves
-        s = torch.einsum("ihgd,jhd->hgij", a.unflatten(1, (-1, group)), b) * a.shape[-1] ** -0.5
+        s = torch.einsum("ihgd,jhd->hgij", a.unflatten(1, (-1, group)), b) * scale
         p = (s.masked_fill(hidden, -torch.inf) if causal else s).softmax(-1)
         out = torch.einsum("hgij,jhd->ihgd", p, c).flatten(1, 2)
-        parts.append(torch.autograd.grad(out, leaves, dout[:, own].float()) if of is BACKWARD else (out,))
+        parts.append(torch.autograd.grad(out, leaves, dout[:, own].double()) if of is BACKWARD else (out,))
     return tuple(torch.cat(x, 1) for x in zip(*parts))
 
 
@@ -338,10 +372,18 @@ def measure(suite: str, problem: Problem, options: Options) -> Measured:
         candidates["read"] = _replayed(functools.partial(_reading, call), cases, first, of)
     seconds, more = take_turns(candidates, options)
     each = {name: t / len(cases) for name, t in seconds.items()}
-    if suite != "varlen":
-        return {name: 1e6 * t for name, t in each.items()}, notes | more
-    work = 4 * call.dim * call.heads * call.pairs * (2.5 if of is BACKWARD else 1) / 1e12
-    return {name: work / t for name, t in each.items()}, notes | more
+    notes |= more
+    speeds = {name: call.work * (2.5 if of is BACKWARD else 1) / 1e12 / t for name, t in each.items()}
+    if suite == "varlen":
+        return speeds, notes
+    if call.latent:
+        notes |= {name: _rates(speeds[name], each["read"] / t) for name, t in each.items() if name != "read"}
+    return {name: 1e6 * t for name, t in each.items()}, notes
+
+
+def _rates(tflops: float, read: float) -> str:
+    """What either limit leaves: few heads are bound by reading K, many by products."""
+    return f"{tflops:.0f} TFLOP/s, {read:.0%} of reading K"
 
 
 def others(suite: str, call: Call) -> dict[str, peers.Prepare]:
@@ -386,7 +428,8 @@ def _reading(call: Call, case: peers.Case, of: Pass) -> Candidate:
     import torch
 
     filled = sum(call.keys) * call.heads_k * call.dim
-    rows = torch.cat([x.flatten()[:filled].view(torch.uint8) for x in (case.k, case.v)]).view(torch.int64)
+    arrays = [x for x in (case.k, case.v) if x is not None]
+    rows = torch.cat([x.flatten()[:filled].view(torch.uint8) for x in arrays]).view(torch.int64)
     return Candidate(lambda: (rows.sum(),))
 
 
@@ -421,7 +464,7 @@ def jobs_of(problem: Mapping[str, Any], arch: Any, family: str | None) -> Iterab
         }
         q, k = views.pop("q"), views.pop("k")
         try:
-            asked = describe(q, k, k, causal=form.causal, **views)
+            asked = describe(q, k, None if form.latent else k, causal=form.causal, **views, **_options(form))
             yield Job(asked, each, plan(asked, arch, each, family))
         except (TypeError, ValueError):  # it is told where the row is measured
             continue

@@ -25,6 +25,10 @@ def fa3(operators: Any, case: Case, of: Pass) -> Candidate:
     in how many parts to split them."""
     q, k, v, dout, causal = case[:5]
     given: dict[str, Any] = {"is_causal": causal}
+    if n := case.scores.get("latent"):  # V goes with the first columns of Q, the rest of K with the rest
+        v, k = k[..., :n], k[..., n:]
+        given |= {"q_v": q[..., :n], "softmax_scale": case.scores["scale"]}
+        q = q[..., n:]
     if "cu_seqlens_q" in case.scores:
         given |= _packed(case)
     splits = {"num_splits": int(k.shape == q.shape)}
@@ -65,7 +69,8 @@ def fa2(case: Case, of: Pass) -> Candidate:
 
 
 def flashinfer(tensor_cores: bool = False) -> Prepare:
-    """FlashInfer: its decoding with pages, without tensor cores or with these, and its prefill of packed sequences.
+    """FlashInfer: its decoding with pages, without tensor cores or with these, its latent attention, and its prefill of
+    packed sequences.
     CUPYFLASH_PEER_FLASHINFER: a folder that has the package."""
     if (folder := os.environ.get("CUPYFLASH_PEER_FLASHINFER")) and folder not in sys.path:
         sys.path.append(folder)  # behind what is installed
@@ -74,6 +79,8 @@ def flashinfer(tensor_cores: bool = False) -> Prepare:
     def prepare(case: Case, of: Pass) -> Candidate:
         if of is BACKWARD:
             raise NotImplementedError("FlashInfer has a forward alone")
+        if "latent" in case.scores:
+            return _flashinfer_latent(package, case)
         q, k, v, _, causal = case[:5]
         heads, heads_k = q.shape[-2], k.shape[-2]
         dtypes = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
@@ -91,6 +98,44 @@ def flashinfer(tensor_cores: bool = False) -> Prepare:
         return Candidate(lambda: (decode.run(q[:, 0], (k, v)),))
 
     return prepare
+
+
+def _flashinfer_latent(package: Any, case: Case) -> Candidate:
+    import torch
+
+    n, (batch, queries, heads, dim) = case.scores["latent"], case.q.shape
+    pool, _, *whose, _ = _in_pages(case)
+    firsts = torch.arange(batch + 1, dtype=torch.int32, device=pool.device) * queries
+    planned = package.mla.BatchMLAPagedAttentionWrapper(_workspace(str(pool.device)))
+    planned.plan(
+        firsts, *whose, case.scores["seqlens_k"], heads, n, dim - n, pool.shape[1], case.causal, case.scores["scale"],
+        case.q.dtype, pool.dtype,
+    )  # fmt: skip
+    parts = [x[..., columns] for x in (case.q.flatten(0, 1), pool[:, :, 0]) for columns in (slice(n), slice(n, None))]
+    return Candidate(lambda: (planned.run(*parts),))
+
+
+def flashmla() -> Prepare:
+    """FlashMLA's dense decoding: the package flash_mla, or the operator library that CUPYFLASH_PEER_FLASHMLA names,
+    vLLM's."""
+    if path := os.environ.get("CUPYFLASH_PEER_FLASHMLA"):
+        import torch
+
+        torch.ops.load_library(path)
+        operator = torch.ops._flashmla_C.dense_decode_fwd
+        return functools.partial(_flashmla, lambda *given: operator(*given, None))  # None: an array of results
+    return functools.partial(_flashmla, importlib.import_module("flash_mla.cuda").dense_decode_fwd)
+
+
+def _flashmla(decode: Any, case: Case, of: Pass) -> Candidate:
+    if of is BACKWARD or "latent" not in case.scores:
+        raise NotImplementedError("FlashMLA is asked for forwards of latent attention alone")
+    pool, _, table = _pools(case)
+    given = (
+        case.q, pool, case.scores["latent"], case.scores["seqlens_k"], table.int(), case.scores["scale"], case.causal
+    )  # fmt: skip
+    schedule = decode(*given, None, None)[2:]
+    return Candidate(lambda: (decode(*given, *schedule)[0],))
 
 
 def cudnn(case: Case, of: Pass) -> Candidate:
@@ -136,18 +181,26 @@ def _packed(case: Case) -> dict[str, Any]:
     return ends | {f"max_seqlen_{x}": int(ends[f"cu_seqlens_{x}"].diff().max()) for x in "qk"}
 
 
+def _pools(case: Case) -> tuple[Any, ...]:
+    """K and V (None where K has it) as pools of pages, and the table of these. Caches are cut where they lie."""
+    import torch
+
+    k, v, table = case.k, case.v, case.scores.get("page_table")
+    if table is not None:
+        return k, v, table
+    each = k.shape[1] // PAGE
+    if each * PAGE != k.shape[1]:
+        raise NotImplementedError(f"caches of {k.shape[1]} rows are not pages of {PAGE}")
+    table = torch.arange(len(k) * each, dtype=torch.int32, device=k.device).view(len(k), each)
+    return *(x if x is None else x.view(-1, PAGE, *x.shape[2:]) for x in (k, v)), table
+
+
 def _in_pages(case: Case) -> tuple[Any, ...]:
     """K and V as pools of pages; where the pages of each sequence begin among all, which they are, and how many rows
     the last one has."""
     import torch
 
-    k, v = case.k, case.v
-    if (table := case.scores.get("page_table")) is None:
-        each = k.shape[1] // PAGE
-        if each * PAGE != k.shape[1]:
-            raise NotImplementedError(f"caches of {k.shape[1]} rows are not pages of {PAGE}")
-        table = torch.arange(len(k) * each, dtype=torch.int32, device=k.device).view(len(k), each)
-        k, v = (x.view(-1, PAGE, *x.shape[2:]) for x in (k, v))
+    k, v, table = _pools(case)
     page = k.shape[1]
     lengths = case.scores.get("seqlens_k")
     lengths = torch.full_like(table[:, 0], table.shape[1] * page) if lengths is None else lengths

@@ -87,7 +87,7 @@ def compare(
             notes[name] = reason(failure)
             continue
         if not error < TOLERANCE:  # also where it is NaN
-            judge = "float32" if exact else next(iter(candidates), "itself")
+            judge = str(exact[0].dtype).removeprefix("torch.") if exact else next(iter(candidates), "itself")
             notes[name] = f"wrong: relative error {error:.2g} against {judge}"
         else:
             candidates[name] = candidate
