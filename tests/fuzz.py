@@ -52,7 +52,8 @@ EDGES = (*range(0, 257, 16), 300)
 FEW = ((1, 2), (3, 8), (9, 16), (17, 32), (33, 64))
 # Tiles have up to 256 rows or keys, and one in 30 problems may have more: in thousands of each kind, all edges and
 # several tiles.
-MANY_OR_FAR = 0.001, 0.001  # how often heads are hundreds, or keys thousands
+MANY_OR_FAR = 0.0005, 0.0005  # how often heads are hundreds, or keys thousands
+MOST = 2 * 10**6  # numbers of q, and of k, where heads are hundreds: else a reference takes seconds
 LONGEST = ((20, 60, 130, 300, 1100), (10, 20, 50, 150, 600))  # and where queries are few, of many heads
 HOW_OFTEN = (0.45, 0.4, 0.12, 0.028, 0.002)
 GROUPED = 64  # with more queries than this there is no packing; nor with as many heads or fewer on a GPU of some size
@@ -89,6 +90,8 @@ class Kind:
     named: bool = True  # is the family? Else it is the plan's choice
     lengths: int = 0  # where they are data: what draws in which form; else 0
     tiles: int = 0  # the number of tiles that were tuned, if any
+    latent: tuple[int, int] | None = None  # V is the first columns of K: of how many, how many
+    at: str | None = None  # where rows stand: as "numbers", or the dtype of an array that kernels read
 
 
 def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: str) -> Kind:
@@ -107,6 +110,15 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
     if dropout and rng.random() < 0.3:  # in memory; else it is a number
         given.append(("seed", ["int64", "int32"][rng.integers(2)]))
     score = list(WRITTEN)[rng.integers(len(WRITTEN))] if scored and rng.random() < 0.4 else None
+    blocks = "".join(axis for axis in "bh" if rng.random() < 0.5) if scored and rng.random() < 0.4 else None
+    # (What a score function reads is read by place. flash1 takes none.)
+    stands = library in ("numpy", "cupy") and not (dtype == FLOAT8 or score or blocks is not None)
+    stands = stands and backend.family != "flash1" and rng.random() < 0.15
+    latent = None
+    wide = backend.family in (None, "sm90", "simt") or (backend.family == "sm80" and ITEMSIZE[dtype] == 2)
+    if library in ("numpy", "cupy") and dtype != FLOAT8 and wide and rng.random() < 0.08:
+        columns = 512 if rng.random() < 0.6 else int(8 * rng.integers(1, 65))
+        latent = columns + [64, int(rng.integers(0, 65))][rng.integers(2)], columns
     return Kind(
         backend.family, dtype, library,
         dims=(dim, other if rng.random() < 0.4 else dim),
@@ -117,7 +129,7 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         softcap=bool(scored and score is None and rng.random() < 0.4),
         score=score,
         key_mask=bool(rng.random() < 0.3),
-        blocks="".join(axis for axis in "bh" if rng.random() < 0.5) if scored and rng.random() < 0.4 else None,
+        blocks=blocks,
         dropout=bool(dropout),
         given=tuple(given),
         # (Of 8 bits there are Hopper's kernels alone, which take a mask and a bias that differ between keys.)
@@ -129,6 +141,8 @@ def draw_kind(rng: np.random.Generator, backend: Backend, dtype: str, library: s
         lengths=int(rng.integers(1, 1000)) * (backend.family != "flash1" and library in ("numpy", "cupy")
                                               and dtype != FLOAT8 and bool(rng.random() < OF_LENGTHS)),
         tiles=int(rng.integers(1, 1000)) * bool(backend.family is not None and rng.random() < 0.15),
+        latent=latent,
+        at=["numbers", "int32", "int64"][rng.integers(3)] if stands else None,
     )  # fmt: skip
 
 
@@ -169,9 +183,9 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         seq_q = int(rng.integers(max(least, kind.few[0]), max(least, kind.few[1]) + 1))
     elif group > 1:
         seq_q += GROUPED
-    alike = not kind.few and group == 1 and kind.dims[0] == kind.dims[1] and rng.random() < 0.1
+    alike = not kind.few and not kind.latent and group == 1 and kind.dims[0] == kind.dims[1] and rng.random() < 0.1
     if far and rank == 4 and kind.blocks is None:
-        heads_k, group, seq_k = 1, heads_k * group if kind.few else 1, int(rng.integers(2000, 20000))
+        heads_k, group, seq_k = 1, heads_k * group if kind.few else 1, int(2000 * 10 ** rng.random())
         seq_q, alike = min(seq_q, 64), False
     elif alike:
         seq_k = seq_q
@@ -180,12 +194,13 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     enough = 1 + 200 // (heads * min(seq_q, seq_k)) if ITEMSIZE[kind.dtype] == 2 else 1
     batch = enough + int(rng.choice(3, p=[0.7, 0.2, 0.1])) if not kind.few else max(enough, 1 + 160 // heads)
     if many and rank == 4 and not far:
-        batch = int(rng.integers(500, 3000)) // heads + 1
+        room = MOST // (max(seq_q, seq_k) * max(kind.dims))
+        batch = int(rng.integers(300, min(3000, max(400, room)))) // heads + 1
     if rank < 4:
         batch, seq_q, seq_k = 1, max(seq_q, 200 // heads), max(seq_k, 200 // heads)
 
     dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
-    dims = (dims[0], dims[0]) if alike else dims
+    dims = kind.latent or ((dims[0], dims[0]) if alike else dims)
     inputs = draw_inputs(
         rng, "float32" if kind.dtype == FLOAT8 else kind.dtype, batch=batch, seq=(seq_q, seq_k), heads=(heads, heads_k),
         dims=dims, key_mask=kind.key_mask,
@@ -203,6 +218,10 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
 
     # Keys to the left of the last query's diagonal and to the right of the first one's: what a bound is less than.
     reach_left, reach_right = (seq_q, seq_k) if kind.causal == "top_left" else (seq_k, seq_q)
+    at = None
+    if kind.at is not None:
+        at = draw_places(rng, kind, seq_q, seq_k, least)
+        reach_left, reach_right = (max(least, n) for n in (seq_q + at[2] - at[3], seq_k - at[2] + at[3]))
     left = _short(rng, 0, reach_left - 1) if kind.left else None
     right = _short(rng, least_right, reach_right - 1) if kind.right and not kind.causal else None
     if kind.causal and rng.random() < 0.3:  # a bound that says nothing beside that
@@ -219,6 +238,8 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         "score": WRITTEN[kind.score].function if kind.score else None,
         "dropout": float(rng.uniform(0.01, 0.97 if seq_k > 100 and rng.random() < 0.3 else 0.6)) * kind.dropout,
         "deterministic": kind.deterministic,
+        "at": at,
+        "sms": int(2 ** rng.uniform(0, 9)) if rng.random() < 0.1 else None,
     }
     if kind.dtype == FLOAT8:
         options |= {"by": kind.by, "result": kind.result, "out_scale": float(2.0 ** rng.uniform(-3, 5))}
@@ -244,10 +265,14 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
         if change is not None or options["dropout"] > 0.6:
             options["moving"] = ()  # what tangents may be off by is known of ordinary numbers
         options |= {"targets": bool(rng.random() < 0.7), "again": bool(rng.random() < 0.15), "alike": alike}
+        options["placed"] = None if kind.at == "numbers" else kind.at
         if alike:  # each query's own key takes nearly all
             options["large_scores"] = True
         if change == "infinite":  # 0 times infinity: some kernels leave out what has no weight, others do not
             options |= {"backward": False, "scale": scale or None}
+    if kind.latent:
+        inputs.v[...] = inputs.k[..., : dims[1]]
+        options |= {"latent": dims[1], "backward": False}
     shapes = " ".join(f"{name}{tuple(x.shape)}" for name, x in zip("qkv", inputs))
     given = {name: f"{x.dtype}{x.shape}" for name, x in inputs.given.items()}
     said = {name: x for name, x in options.items() if name != "blocks"} | {"score": kind.score}
@@ -255,6 +280,18 @@ def draw_problem(rng: np.random.Generator, kind: Kind) -> Problem:
     if kind.blocks is not None:
         text += f" blocks of {sizes}"
     return Problem(inputs, options | {"lay": laid}, text)
+
+
+def draw_places(rng: np.random.Generator, kind: Kind, seq_q: int, seq_k: int, least: int) -> tuple[int, ...]:
+    """Where the first batch entry, head, query and key stand. Of an array, which is data, it may be where every pair is
+    hidden, or none; bounds that are numbers hide something."""
+    low, high = least - seq_q, seq_k - least
+    if kind.at != "numbers" and rng.random() < 0.1:
+        low, high = low - 200, high + 200
+    step = 16 if kind.dropout else 1
+    diagonal = step * int(rng.integers(-(-low // step), high // step + 1))
+    query = 16 * int(rng.integers(0, 2000)) + max(0, diagonal)
+    return (*map(int, rng.integers(0, 100, 2)), query, query - diagonal)
 
 
 def _short(rng: np.random.Generator, low: int, high: int) -> int:
@@ -300,7 +337,7 @@ def _run_one(kind: Kind, rng: Windows) -> tuple[str, str | None]:
 
 def run_ragged(rng: Windows, kind: Kind) -> tuple[str, str | None]:
     """The same where lengths are data."""
-    dims = tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
+    dims = kind.latent or tuple(int(rng.integers(EDGES[EDGES.index(edge) - 1] + 1, edge + 1)) for edge in kind.dims)
     said: list[str] = []
     try:
         fuzz_lengths.run(rng, kind, dims, said)

@@ -58,7 +58,11 @@ def draw(rng: np.random.Generator, kind: Any, dims: tuple[int, int]) -> tuple[Ca
     }  # fmt: skip
     called = {"layout": ("bshd", "bhsd")[rng.integers(2)], "targets": bool(rng.random() < 0.5)}
     text = f"lengths {lens_q} {lens_k} {how} {called}"
-    return draw_case(rng, lens_q, lens_k, dtype=kind.dtype, **how), called, text
+    case = draw_case(rng, lens_q, lens_k, dtype=kind.dtype, **how)
+    if kind.latent:
+        case.arrays["v"][...] = case.arrays["k"][..., : dims[1]]
+        case.options["latent"] = dims[1]
+    return case, called, text
 
 
 def family_for(case: Case, family: str | None) -> str | None:
@@ -79,4 +83,4 @@ def run(rng: np.random.Generator, kind: Any, dims: tuple[int, int], said: list[s
     case, called, text = draw(rng, kind, dims)
     said.append(text)
     named = kind.named and family_for(case, kind.family) is not None
-    check_case(case, **called, on=Backend(kind.family or "cpu", kind.family), named=named)
+    check_case(case, backward=not kind.latent, **called, on=Backend(kind.family or "cpu", kind.family), named=named)

@@ -180,11 +180,17 @@ def tiles_of(number: int, problem: AttentionProblem, arch: Arch, of: Pass) -> di
     found = {}
     for name, room in FAMILIES.items():
         if (tiles := room.TILES.get(of)) is not None:
-            tried = list(dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]))
+            tried = _tried(name, of)
             start = number % len(tiles.table if number % 2 else tried)  # half of the time a tile of the table
             in_turn = (*tried[start:], *tried[:start])
             found[name] = next((tile for tile in in_turn if tiles.possible(tiles.tile(tile), problem)), tried[0])
     return found
+
+
+@functools.cache
+def _tried(family: str, of: Pass) -> list[tuple[int, ...]]:
+    tiles = FAMILIES[family].TILES[of]
+    return list(dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]))
 
 
 class Plain(Backend):
@@ -220,13 +226,17 @@ def run_cupy_or_numpy(rng: np.random.Generator, backend: Backend, inputs: Inputs
         ways += ["merge"] * 2
     if backend.family is not None:
         ways += ["stream"] * 2
-        if options["rank"] == 4 and "blocks" not in options:
+        if options["rank"] == 4 and "blocks" not in options and "latent" not in options:
             ways += ["graph"]
         if 64 * (inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes) < 32 << 20:
             ways += ["red zones"] * 2
     way = ways[rng.integers(len(ways))]
     if way == "threads":
-        in_threads(lambda: check(backend, inputs, **options))
+        also = {name: options[name] for name in ("backward", "blocks", "thorough") if name in options}
+        own = {name: options[name] for name in OF_A_CALL}
+        judge = Judge(inputs, own, **{"backward": True, "large_scores": options["large_scores"], **also})
+        judge.reckon()
+        in_threads(lambda: check(backend, inputs, judge=judge, **options))
     elif way == "merge":
         check_merge(rng, backend, inputs, options)
     elif way == "stream":
@@ -243,7 +253,7 @@ def run_cupy_or_numpy(rng: np.random.Generator, backend: Backend, inputs: Inputs
     return way
 
 
-OF_A_CALL = ("causal", "window", "scale", "softcap", "score", "dropout")
+OF_A_CALL = ("causal", "window", "scale", "softcap", "score", "dropout", "at")
 
 
 def check_graph(backend: Backend, inputs: Inputs, options: dict[str, Any]) -> None:
@@ -253,6 +263,8 @@ def check_graph(backend: Backend, inputs: Inputs, options: dict[str, Any]) -> No
     given = inputs.given if inputs.key_mask is None else inputs.given | {"key_mask": inputs.key_mask}
     own |= as_arguments({name: as_given(name, x, backend.put) for name, x in given.items()})
     own["family"] = backend.family_for(problem)
+    if options.get("placed"):
+        own["at"] = backend.put(np.array(options["at"], options["placed"]))
     q, k, v, dout = (backend.put(x) for x in inputs[:4])
     targets = [backend.nan(x.shape, problem.dtype) for x in (dout, q, k, v)]
     how = {"deterministic": options["deterministic"], "wrt": wrt_of(problem, inputs.given)}
@@ -280,8 +292,19 @@ def check_graph(backend: Backend, inputs: Inputs, options: dict[str, Any]) -> No
 
 
 def _merges(inputs: Inputs, options: dict[str, Any]) -> bool:
-    others = (options["causal"], options["window"], options["dropout"], options["score"], options.get("blocks"))
-    plain = not inputs.given and not any(x is not None and x is not False and x != 0 for x in others)
+    others = (
+        options["causal"],
+        options["window"],
+        options["dropout"],
+        options["score"],
+        options.get("blocks"),
+        options["at"],
+    )
+    plain = (
+        not inputs.given
+        and "latent" not in options
+        and not any(x is not None and x is not False and x != 0 for x in others)
+    )
     plain = plain and all(np.isfinite(x.astype(np.float64)).all() for x in inputs[:3])
     return plain and options["rank"] == 4 and inputs.k.shape[1] > 3
 

@@ -255,7 +255,8 @@ def check_case(
     q, k, v = (arrays[name] for name in "qkv")
     shape = (*q.shape[:-1], v.shape[-1])
     into = on.nan(shape, case.arrays["q"].dtype.name) if targets else None
-    out, lse = attention(q, k, v, return_lse=True, out=into, family=family, **options)
+    given = (q, k, v) if options.get("latent") is None else (q, k)
+    out, lse = attention(*given, return_lse=True, out=into, family=family, **options)
     assert into is None or out is into
     found = {"out": out, "lse": lse}
     if backward:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from rounding import rounded_to
 
 from cupyflash.problem import ARRAYS, AttentionProblem, View
 from cupyflash.rules import describe
@@ -98,7 +99,7 @@ def standard_in_own_precision(
     if dtype.itemsize >= 4:
         return _standard(problem, q, k, v, given, dout, dlse, dtype, _exactly)
     work = np.dtype(np.float32)
-    return _standard(problem, q, k, v, given, dout, dlse, work, lambda x: x.astype(dtype).astype(work))
+    return _standard(problem, q, k, v, given, dout, dlse, work, lambda x: rounded_to(x, dtype))
 
 
 def references(problem: AttentionProblem, *arrays: np.ndarray | None, **given: np.ndarray) -> tuple[Standard, Standard]:
@@ -206,7 +207,7 @@ def flash2_in_own_precision(
     dtype = np.dtype(DTYPES[problem.dtype])
 
     def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(dtype).astype(np.float64)
+        return rounded_to(x, dtype)
 
     qh, kh, vh, do = (np.asarray(x).astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, dout))
     kh, vh = (np.repeat(x, problem.group, axis=1) for x in (kh, vh))
@@ -240,24 +241,30 @@ def fresh_rng() -> np.random.Generator:
 
 
 class Windows(np.random.Generator):
-    """Draws normal numbers as pieces of one long table, of which there are millions: in a hundredth of the time."""
+    """Draws normal numbers as pieces of a long table, of which there are millions: in a hundredth of the time.
+
+    Arrays that are drawn one after the other are of different tables: of one, a query may be a key.
+    """
 
     LENGTH = 2**20 - 3  # a prime: what is longer repeats itself along no axis
+    TABLES = 4
 
     def __init__(self, seed: tuple[int, ...]) -> None:
         super().__init__(np.random.SFC64(seed))
+        self.drawn = 0
 
     @staticmethod
     @functools.cache
-    def table(dtype: str) -> np.ndarray:
+    def table(dtype: str, number: int) -> np.ndarray:
         """Twice, so that a piece may begin anywhere."""
-        return np.resize(np.random.default_rng(0).standard_normal(Windows.LENGTH), 2 * Windows.LENGTH).astype(
+        return np.resize(np.random.default_rng(number).standard_normal(Windows.LENGTH), 2 * Windows.LENGTH).astype(
             DTYPES[dtype]
         )
 
     def of(self, dtype: str, shape: Any) -> np.ndarray:
         start, size = int(self.integers(self.LENGTH)), math.prod(shape)
-        piece = self.table(dtype)[start : start + min(size, self.LENGTH)]
+        self.drawn += 1
+        piece = self.table(dtype, self.drawn % self.TABLES)[start : start + min(size, self.LENGTH)]
         return (piece.copy() if size == len(piece) else np.resize(piece, size)).reshape(shape)
 
     def standard_normal(self, size: Any = None, dtype: Any = "float64", out: Any = None) -> Any:

@@ -27,6 +27,7 @@ from reference import (
     scores,
     visible,
 )
+from rounding import rounded_to
 
 from cupyflash.problem import ARRAYS, AttentionProblem
 
@@ -62,7 +63,7 @@ def tangents(
     if dtype.itemsize == 4:
         return Tangents(_Tangents(problem, arrays, moved, dtype, _exactly, by_out))
     work = np.dtype(np.float32)
-    return Tangents(_Tangents(problem, arrays, moved, work, lambda x: x.astype(dtype).astype(work), by_out))
+    return Tangents(_Tangents(problem, arrays, moved, work, lambda x: rounded_to(x, dtype), by_out))
 
 
 class _Tangents:

@@ -151,7 +151,7 @@ def spoil(rng: np.random.Generator, x: np.ndarray, dead: np.ndarray) -> np.ndarr
     largest = float(ml_dtypes.finfo(x.dtype).max)
     x, infinite = x.copy(), (np.inf, -np.inf) if x.dtype.itemsize > 1 else ()
     each = rng.choice([np.nan, *infinite, largest, -largest], (int(dead.sum()), 1)).astype(x.dtype)
-    x[dead] = np.where(rng.random((len(each), x.shape[-1])) < 0.5, each, each[::-1])
+    x[dead] = np.where(rng.integers(2, size=(len(each), x.shape[-1]), dtype=bool), each, each[::-1])
     return x
 
 
@@ -196,6 +196,8 @@ def check(
     again: bool = False,
     alike: bool = False,
     thorough: bool = False,
+    judge: Judge | None = None,
+    placed: str | None = None,
     **options: Any,
 ) -> None:
     """Run `inputs` through attention and attention_backward on the backend; every result must be as good as the
@@ -210,10 +212,12 @@ def check(
 
     A dictionary as `lay` has that of each array by name, of results too. Without `targets` these are new arrays.
     `again`: a second call must give the same bits; `alike`: q, k and v, which have the same numbers, are one array.
+    `judge`: of these inputs and options, where it is made already. `placed`: the numbers of `at` are an array of this
+    dtype, where kernels read them.
     """
     q, k, v, dout = inputs[:4]
     others = inputs.given
-    judge = Judge(inputs, options, backward, large_scores, blocks, thorough)
+    judge = judge or Judge(inputs, options, backward, large_scores, blocks, thorough)
     dtype = judge.problem.dtype
 
     def laid(name: str) -> Lay:
@@ -232,6 +236,8 @@ def check(
     ]
     given = [given[0]] * 3 + given[3:] if alike else given
     options |= {"layout": layout, "family": backend.family_for(judge.problem)}
+    if placed is not None:
+        options["at"] = backend.put(np.array(options["at"], placed))
     named = {}
     for name, x in arrays_of_rank(inputs, rank).items():
         named[name] = _placed(backend, x, laid(name))[1] if x.ndim == 4 else as_given(name, x, backend.put)
@@ -250,12 +256,13 @@ def check(
 
     out = target("out")
     backend.poison()
-    result, lse = attention(*given[:3], out=out, return_lse=True, **options)
+    arrays = given[: 3 if options.get("latent") is None else 2]
+    result, lse = attention(*arrays, out=out, return_lse=True, **options)
     assert result is out or not targets
     out = result
     found = {"lse": lse} | ({} if targets else {"out": out})
     if again:
-        _assert_same_bits(backend, "forward", (out, lse), attention(*given[:3], return_lse=True, **options))
+        _assert_same_bits(backend, "forward", (out, lse), attention(*arrays, return_lse=True, **options))
     if backward:
         grads = tuple(target(name) for name in ("dq", "dk", "dv")) if targets else None
         read = {x.key: x for x in judge.problem.score.arrays} if judge.problem.score else {}
