@@ -323,7 +323,7 @@ def test_explain() -> None:
     text = str(parallel.explain((1, 65536, 32, 128), rows=rows, heads_k=8, causal=True, exchange="keys"))
     assert "65,536 rows over 8 ranks, exchange of keys, 2 groups of key heads, 1 stretches" in text
     assert "rank 0: rows 0 to 4,096, 61,440 to 65,536; 268,439,552 pairs a head in 4 calls; keys of ranks 1, 2" in text
-    found = parallel.explain((1, 65536, 32, 128), rows=Rows.contiguous(65536, 8), heads_k=8, causal=True)
+    found = parallel.explain((1, 32768, 32, 128), rows=Rows.contiguous(32768, 8), heads_k=8, causal=True)
     assert found.exchange == "keys forward and of heads backward" and len({x.pairs for x in found.ranks}) == 8
     found = parallel.explain((1, 1 << 17, 32, 128), rows=Rows.contiguous(1 << 17, 16), heads_k=32, causal=True)
     assert found.exchange == "heads" and len({x.pairs for x in found.ranks}) == 1
@@ -384,7 +384,7 @@ def test_groups_that_heads_cannot_have_are_of_keys() -> None:
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in (q, k, v))
     out, lse = attention(q, k, v, return_lse=True)
     dq = attention_backward(q, q, k, v, out, lse)[0]
-    assert parallel.explain(q.shape, rows=rows, heads_k=4, groups=1).exchange == "heads"
+    assert parallel.explain(q.shape, rows=rows, heads_k=4, groups=1).exchange.endswith("heads backward")
     assert parallel.explain(q.shape, rows=rows, heads_k=4, groups=2).exchange == "keys"
 
     def work(group: Any) -> Any:

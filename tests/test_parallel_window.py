@@ -161,8 +161,8 @@ def test_two_exchanges_in_each_others_memory(size: int, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "length", "how", "near", "forward", "backward"),
     [
-        ((16, 16), 1 << 14, {"causal": True}, True, "heads", "heads"),  # keys come in one group
-        ((16, 16), 1 << 16, {"causal": True}, True, "keys", "heads"),  # in four, of which three are hidden
+        ((16, 16), 1 << 14, {"causal": True}, True, "keys", "heads"),  # copies of heads take the host as long as all
+        ((16, 16), 1 << 16, {"causal": True}, True, "heads", "heads"),
         ((32, 8), 1 << 16, {"causal": True}, True, "keys", "keys"),
         ((16, 16), 1 << 17, {"causal": True, "window": (1023, None)}, True, "keys", "keys"),  # of neighbours alone
         ((16, 16), 1 << 16, {"causal": True}, False, "keys", "heads"),

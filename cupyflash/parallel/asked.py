@@ -24,7 +24,7 @@ from .arrays import four, three, wide
 from .groups import Alone, Group
 from .masks import RowsMask
 from .rows import Rows, Span
-from .steps import Band, Blocks, Sight, fetched, lighter, usual_groups
+from .steps import Band, Blocks, Sight, fetched, lighter, reach, usual_groups
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
@@ -106,16 +106,15 @@ def usual_of_two(group: Any, operands: dict[str, Any], plan: dict[str, Any], giv
     work = 2 * (dim + dim_v) * batch * heads_q
     near, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
     of_pass = BACKWARD if "dout" in operands else FORWARD
-    return _lighter(rows, key_rows, sight, batch, heads_q, heads_k, work, of_pass, ratio, near)
+    return _lighter(rows, key_rows, sight, heads_q, heads_k, work, of_pass, ratio, near)
 
 
 @functools.lru_cache(maxsize=256)
 def _lighter(
-    rows: Rows, key_rows: Rows, sight: Band, batch: int, heads_q: int, heads_k: int, work: int, of: Pass, ratio: int,
-    near: bool,
+    rows: Rows, key_rows: Rows, sight: Band, heads_q: int, heads_k: int, work: int, of: Pass, ratio: int, near: bool
 ) -> str:  # fmt: skip
-    groups = usual_groups(rows, sight, heads_k, batch * heads_q, work) if near else 0
-    return lighter(rows.size, heads_q, heads_k, of, ratio, groups, fetched(rows, key_rows, sight))
+    work *= reach(rows, sight) // rows.size
+    return lighter(rows.size, heads_q, heads_k, of, ratio, seen=fetched(rows, key_rows, sight), near=near, work=work)
 
 
 def own_rows(x: Any) -> bool:

@@ -10,7 +10,7 @@ from ..passes import BACKWARD, FORWARD
 from ..problem import FLOATS, ITEMSIZE, OPTIONS, check_layout, float_name
 from .asked import EXCHANGES, parts
 from .rows import Rows, Span
-from .steps import Band, Round, fetched, lighter, rounds, usual_groups
+from .steps import Band, Round, fetched, lighter, reach, rounds, usual_groups
 
 _CHECKS = {row.name: row.check for row in OPTIONS}
 
@@ -110,12 +110,13 @@ def explain(
     (left, right), aligned = _CHECKS["window"](window), _CHECKS["causal"](causal)
     right = right if aligned is None else 0 if right is None else min(right, 0)
     band = Band(keys.length, left, right, 0 if aligned == "top_left" else keys.length - length)
-    usual, seen = usual_groups(rows, band, hk, batch * heads, 4 * batch * heads * dim), fetched(rows, keys, band)
+    work, seen = 4 * batch * heads * dim, fetched(rows, keys, band)
+    of_rank = work * reach(rows, band) / size
     kinds = [
-        exchange or (lighter(size, heads, hk, of, wide // item, near and usual, seen) if both else "keys")
+        exchange or (lighter(size, heads, hk, of, wide // item, seen=seen, near=near, work=of_rank) if both else "keys")
         for of in (FORWARD, BACKWARD)
     ]
-    usual = usual if "keys" in kinds else 1
+    usual = usual_groups(rows, band, hk, batch * heads, work) if "keys" in kinds else 1
     groups, stretches = groups or usual, parts("stretches", stretches, 1)
     plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]
     pairs = [sum(_pairs(band, span) for span in rows.chunks[r]) for r in range(size)]

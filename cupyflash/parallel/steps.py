@@ -19,6 +19,7 @@ from .rows import Rows, Span, common, cut, joined
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
 GROUP_WORK = 1e11  # operations of a group of heads: some 0.2 ms of a GPU, in which its launches and transfers hide
 GROUP_ROWS = 1 << 16  # rows of a group's query heads in a call: some tiles for each multiprocessor
+HEADS_WORK = 2e12  # operations of a forward, some 3 ms of a GPU, for which the host's copies of heads pay
 GROUPS = 4  # more hide little more, and each begins and ends with idle multiprocessors
 
 
@@ -153,15 +154,17 @@ def reach(rows: Rows, sight: Sight) -> int:
     return found
 
 
-def lighter(ranks: int, heads_q: int, heads_k: int, of: Pass, ratio: int, groups: int, seen: float = 1.0) -> str:
+def lighter(
+    ranks: int, heads_q: int, heads_k: int, of: Pass, ratio: int, *, seen: float = 1.0, near: bool = False, work: float
+) -> str:
     """Of the two exchanges that for which a rank waits less. ratio: of the bytes of a wide number to those of one of K.
-    groups: in which keys come, all but the first while others are computed with; 0: transfers are not hidden. seen: of
-    the keys that others hold the share that some rank gets."""
-    keys = 2 * heads_k * ranks * seen  # K and V
-    sums = 0 if of is FORWARD else keys * ratio  # dK and dV, wide
-    of_keys = (keys / groups if groups else keys) + sums
+    seen: of the keys that others hold the share that some rank gets. near: ranks reach each other's memory; then heads
+    are many small copies around one long call, and keys come while a rank computes. work: operations of its forward."""
+    if near and of is FORWARD and work < HEADS_WORK:
+        return "keys"
+    of_keys = (2 if of is FORWARD else 2 + 2 * ratio) * heads_k * ranks * seen  # K and V; dK and dV, wide
     of_heads = (2 if of is FORWARD else 4) * (heads_q + heads_k)  # Q, K, V and O; backward dO and three gradients, too
-    return "keys" if of_keys < of_heads or (of_keys == of_heads and not groups) else "heads"
+    return "keys" if of_keys < of_heads or (of_keys == of_heads and not near) else "heads"
 
 
 @functools.lru_cache(maxsize=256)
