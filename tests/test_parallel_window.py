@@ -158,6 +158,28 @@ def test_two_exchanges_in_each_others_memory(size: int, dtype: str) -> None:
         np.testing.assert_allclose(rows.join(list(parts)), x, atol=tolerance * abs(x).max(), rtol=0)
 
 
+@pytest.mark.parametrize("dim", [64, 12, 9])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_parts_are_copied_whatever_they_are_made_of(dtype: str, dim: int) -> None:
+    """By words where they can be: a part of heads, rows that begin anywhere, none, and no part at all."""
+    torch = pytest.importorskip("torch")
+    put = pytest.importorskip("cupyflash.parallel.window").Window.put
+    rng, every = fresh_rng(), slice(None)
+    x, y = (torch.from_numpy(rng.standard_normal((2, 9, 6, dim)).astype(dtype)) for _ in range(2))
+    found, lse = torch.zeros_like(x), torch.zeros(2, 9, 6, 1)
+    of_lse = torch.from_numpy(rng.standard_normal((2, 6, 9)).astype("float32")).swapaxes(1, 2)[..., None]
+    put([])
+    put([
+        (found, (every, slice(2, 5)), x, (every, slice(0, 3))),
+        (found, (every, slice(5, 9), slice(2, 4)), y[..., 1:4, :], (every, slice(1, 5), slice(0, 2))),
+        (found, (every, slice(0, 0)), y, (every, slice(3, 3))),
+        (lse, (every, slice(0, 9)), of_lse, (every, slice(0, 9))),
+    ])  # fmt: skip
+    expected = torch.zeros_like(x)
+    expected[:, 2:5], expected[:, 5:9, 2:4] = x[:, :3], y[:, 1:5, 1:3]
+    assert torch.equal(found, expected) and torch.equal(lse, of_lse)
+
+
 @pytest.mark.parametrize(
     ("heads", "length", "how", "near", "forward", "backward"),
     [

@@ -146,7 +146,7 @@ def _after(begin: int, size: int) -> int:
 class NearHeads:
     """Arrays of which each rank of a team gets all rows of some heads, and results that go back where their rows are.
 
-    some: which of the heads that a rank gets. results: (name, last axis, dtype or None for that of `like`, like).
+    some: which of the heads that a rank gets.
     """
 
     def __init__(

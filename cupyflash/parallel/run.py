@@ -132,6 +132,8 @@ def _in_heads_near(window: Any, part: Part, xs: Any, targets: Any, run: Any) -> 
     had."""
     arrays, results = part.by_heads(xs), part.by_heads(targets)
     size = sum(x.nbytes(part.heads[1] - part.heads[0]) for x in (*arrays, *results))
+    if not size:
+        return False
     for some, heads in part.dealt(-(-size // WINDOW)):
         near = NearHeads(window, part.asked.team.rank, arrays, results, heads)
         if not near.may:

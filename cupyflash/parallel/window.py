@@ -90,7 +90,8 @@ class Window:
                 to, come = target, x
             targets.append(to[at])
             sources.append(come[of])
-        torch._foreach_copy_(targets, sources)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Start to copy beside what computes: of each part the rank to whom it goes, where it begins there, its address
