@@ -212,8 +212,7 @@ def check(
 
     A dictionary as `lay` has that of each array by name, of results too. Without `targets` these are new arrays.
     `again`: a second call must give the same bits; `alike`: q, k and v, which have the same numbers, are one array.
-    `judge`: of these inputs and options, where it is made already. `placed`: the numbers of `at` are an array of this
-    dtype, where kernels read them.
+    `judge`: of these, where it is made already. `placed`: the numbers of `at` are an array of this dtype.
     """
     q, k, v, dout = inputs[:4]
     others = inputs.given
