@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ torch = pytest.importorskip("torch")
 from cupyflash import attention, merge, parallel
 from cupyflash.parallel import Rows, asked, calls
 from cupyflash.parallel.groups import Alone
+from cupyflash.parallel.kinds import kind_of
 
 OPTIONS: dict[str, Any] = {"causal": True, "dropout": 0.2, "seed": 3}
 ROWS = Rows.zigzag(64, 2, multiple=16)
@@ -21,11 +24,15 @@ ROWS = Rows.zigzag(64, 2, multiple=16)
 class Costly:
     """A group over which the first call of a kind alone is compared."""
 
-    eager = False
+    eager, beside, window = False, True, None
 
     def __init__(self, group: Any) -> None:
         self._group, self.rank, self.size, self.known = group, group.rank, group.size, set()
-        self.exchange, self.gathered = group.exchange, 0
+        self.exchanged = self.gathered = 0
+
+    def exchange(self, *x: Any) -> Any:
+        self.exchanged += 1
+        return self._group.exchange(*x)
 
     def all_gather(self, x: np.ndarray) -> np.ndarray:
         self.gathered += 1
@@ -58,6 +65,32 @@ def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatc
     for n, (x, y) in enumerate(zip(inputs, slopes)):
         whole = ROWS.join([some[n] for some, _ in found])
         torch.testing.assert_close(whole, attention(*x, alibi_slopes=y, **OPTIONS))
+
+
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_groups_of_as_many_ranks_are_not_taken_for_each_other_nor_kept(exchange: str) -> None:
+    x = [torch.from_numpy(fresh_rng().standard_normal((1, 64, 2, 8))) for _ in range(3)]
+
+    def work(plain: Any) -> Any:
+        one, other = Costly(plain), Costly(plain)
+        own = [ROWS.take(y, plain.rank) for y in x]
+        for group in (one, other, one):
+            before = group.exchanged
+            parallel.attention(*own, group, rows=ROWS, causal=True, exchange=exchange)
+            assert group.exchanged > before
+        return weakref.ref(one), weakref.ref(other)
+
+    found = parallel.simulated(2).run(work)
+    gc.collect()
+    assert all(group() is None for some in found for group in some)
+
+
+def test_groups_that_send_otherwise_are_of_another_kind() -> None:
+    """As many groups of heads as pay in the one need not in the other, and its ranks would not have as many."""
+    x, ranks = torch.zeros(1, 8, 2, 8), [Costly(Alone()) for _ in range(3)]
+    ranks[1].beside, ranks[2].window = False, object()
+    kinds = {kind_of([group], {"q": x, "k": x, "v": x}, {}) for group in ranks}
+    assert len(kinds) == 3 and None not in kinds
 
 
 def test_the_second_merge_of_a_kind_compares_nothing_and_rounds_once() -> None:

@@ -12,12 +12,12 @@ from .. import interop
 from ..problem import ARRAY_RULES, ARRAYS
 from .arrays import four, three
 from .asked import Asked
-from .groups import Group
+from .groups import Alone, Group
 from .masks import RowsMask
 
 _PLAIN = (str, int, float, bool, type(None))
 _KEPT = 256
-_templates: OrderedDict[Hashable, Asked] = OrderedDict()  # without their arrays
+_templates: OrderedDict[Hashable, Asked] = OrderedDict()  # without their arrays and groups
 
 
 def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any], *more: Any) -> Hashable | None:
@@ -27,7 +27,9 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
         return None
     try:
         lib = interop.library("q", operands["q"])
-        key: list[Any] = [(x.rank, x.size) for x in ranks]
+        # what groups of heads follow from, too
+        moves = [(getattr(x, "window", None) is not None, getattr(x, "beside", True)) for x in ranks]
+        key: list[Any] = [(x.rank, x.size, *how) for x, how in zip(ranks, moves)]
         for name, x in (*operands.items(), *options.items()):
             if type(x) in _PLAIN or (type(x) is tuple and all(type(y) in _PLAIN for y in x)):
                 key.append((name, type(x), x))
@@ -47,11 +49,12 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
 def recalled(
     kind: Hashable | None, ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any]
 ) -> Asked | None:
-    """What `check` made of such a call, with these arrays; None where it did not yet."""
+    """What `check` made of such a call, with these arrays and groups; None where it did not yet."""
     if kind is None or kind not in _templates or not all(kind in x.known for x in ranks):
         return None
     _templates.move_to_end(kind)
-    found = copy.copy(_templates[kind])
+    found, given = copy.copy(_templates[kind]), iter(ranks)
+    found.team, found.group = (next(given) if x is None else x for x in (found.team, found.group))
     names = [row.name for row in ARRAYS if row.name != "seed" and options.get(row.name) is not None]
     found.arrays = {name: options[name] for name in names}
     found.mask = options.get("block_mask")
@@ -69,6 +72,8 @@ def keep(kind: Hashable | None, ranks: Sequence[Group], asked: Asked) -> None:
         return
     template = copy.copy(asked)
     template.operands, template.arrays, template.mask = {}, {}, None
+    given: Any = None  # in place of groups: another may have such a rank
+    template.team, template.group = (x if isinstance(x, Alone) else given for x in (asked.team, asked.group))
     _templates[kind] = template
     if len(_templates) > _KEPT:
         _templates.popitem(last=False)
