@@ -13,7 +13,7 @@ import pytest
 from reference import fresh_rng
 
 from cupyflash import attention, attention_backward, block_mask, parallel
-from cupyflash.parallel import Rows, asked
+from cupyflash.parallel import Rows, asked, run
 
 POISON = 0xFF  # a float of such bytes is NaN
 
@@ -21,7 +21,8 @@ POISON = 0xFF  # a float of such bytes is NaN
 class Memory:
     """Of all ranks."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, most: int | None = None) -> None:
+        self.most = most  # bytes that are to be had
         self.of = [np.zeros(0, np.uint8)] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
@@ -35,6 +36,8 @@ class Window:
         self._late: list[tuple[np.ndarray, int]] = []
 
     def begin(self, size: int) -> bool:
+        if self._memory.most is not None and size > self._memory.most:
+            return False
         self._memory.barrier.wait()  # all are done with what was there
         self._memory.of[self._rank] = np.full(size, POISON, np.uint8)
         self.calls += 1
@@ -156,6 +159,56 @@ def test_two_exchanges_in_each_others_memory(size: int, dtype: str) -> None:
     for x, parts in zip(expected, zip(*found)):
         tolerance = 4e-3 if dtype == "float16" else 4e-6
         np.testing.assert_allclose(rows.join(list(parts)), x, atol=tolerance * abs(x).max(), rtol=0)
+
+
+def test_what_is_not_to_be_had_is_sent_and_nothing_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three heads one is handed over in memory, two, for which there is too little, by messages."""
+    monkeypatch.setattr(run, "WINDOW", 50000)
+    q, k, v, dout = (fresh_rng().standard_normal((1, 64, 6, 8)) for _ in range(4))
+    sinks, rows = fresh_rng().standard_normal(6), Rows.contiguous(64, 2, multiple=16)
+    out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
+    alone = attention_backward(dout, q, k, v, out, lse, sinks=sinks, wrt="sinks")
+    memory = Memory(2, 45000)
+
+    def work(plain: Any) -> Any:
+        group, given = Near(plain, memory), {"rows": rows, "exchange": "heads", "sinks": sinks}
+        own = [rows.take(x, group.rank) for x in (dout, q, k, v)]
+        some, norm = parallel.attention(*own[1:], group, return_lse=True, **given)
+        before = group.window.calls
+        found = parallel.attention_backward(*own, some, norm, group, wrt="sinks", reduce=True, **given)
+        assert group.window.calls == before + 1
+        return found
+
+    found = parallel.simulated(2).run(work)
+    np.testing.assert_allclose(found[0].dsinks, alone.dsinks, atol=1e-12)
+    np.testing.assert_allclose(rows.join([x.dk for x in found]), alone.dk, atol=1e-12)
+
+
+@pytest.mark.parametrize("near", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("fewer", [((64, 80), (80, 96)), ((64, 80), (80, 80)), ((64, 64), (64, 64))])
+def test_teams_with_more_rows_or_no_memory_hand_over_as_many_heads(
+    near: tuple[int, ...], fewer: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their keys travel between teams in the same rounds."""
+    monkeypatch.setattr(run, "WINDOW", 30000)
+    length = fewer[1][1]
+    q, k, v, dout = (fresh_rng().standard_normal((1, length, 8, 8)) for _ in range(4))
+    rows = Rows(length, (((0, 32),), ((32, 64),), fewer[:1], fewer[1:]))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    expected = [out, *attention_backward(dout, q, k, v, out, lse, causal=True)]
+    memories = [Memory(2) for _ in range(2)]
+
+    def work(plain: Any) -> Any:
+        team, place = divmod(plain.rank, 2)
+        heads = plain.part((2 * team, 2 * team + 1))
+        pair = Near(heads, memories[team]) if team in near else heads, plain.part((place, place + 2))
+        own = [rows.take(x, plain.rank) for x in (dout, q, k, v)]
+        some, norm = parallel.attention(*own[1:], pair, return_lse=True, rows=rows, causal=True)
+        return [some, *parallel.attention_backward(*own, some, norm, pair, rows=rows, causal=True)]
+
+    found = parallel.simulated(4).run(work)
+    for x, parts in zip(expected, zip(*found)):
+        np.testing.assert_allclose(rows.join(list(parts)), x, atol=1e-12)
 
 
 @pytest.mark.parametrize("dim", [64, 12, 9])

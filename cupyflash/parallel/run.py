@@ -46,7 +46,7 @@ class Part:
         """Query heads of a key head."""
         return self.asked.problem.group if self.asked.problem.heads_k else 1
 
-    def dealt(self, most: int = 1) -> list[tuple[Part, Span]]:
+    def dealt(self, most: int) -> list[tuple[Part, Span]]:
         """In which groups heads are handed over, at least `most` or as many as there are, and which of the rank's they
         are. Where keys travel too, theirs come in groups."""
         first, last = self.heads
@@ -122,26 +122,31 @@ def _in_heads(
     part: Part, xs: dict[str, Any], targets: dict[str, Any], run: Callable[[Part, dict[str, Any], dict[str, Any]], None]
 ) -> None:
     """Hand rows over for heads, `run` with them, and hand its results back."""
-    window = getattr(part.asked.team, "window", None)
-    if window is None or not _in_heads_near(window, part, xs, targets, run):
-        _in_heads_sent(part, part.dealt(), xs, targets, run)
+    window, asked = getattr(part.asked.team, "window", None), part.asked
+    near, most = window is not None, 1
+    if near or asked.group.size > 1:  # then all teams have the same groups of heads, whichever of them have a window
+        arrays = (*part.by_heads(xs), *part.by_heads(targets))
+        most = -(-sum(x.nbytes(part.heads[1] - part.heads[0]) for x in arrays) // WINDOW)
+        near = near and most > 0
+    groups = part.dealt(most)
+    done = _in_heads_near(window, part, groups, xs, targets, run) if near else 0
+    _in_heads_sent(part, groups[done:], xs, targets, run)
 
 
-def _in_heads_near(window: Any, part: Part, xs: Any, targets: Any, run: Any) -> bool:
-    """Where ranks reach each other's memory, which stays with them: not too much of it. False where it is not to be
-    had."""
+def _in_heads_near(
+    window: Any, part: Part, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: Any
+) -> int:
+    """Where ranks reach each other's memory, which stays with them: not too much of it. How many groups are done: all,
+    or those until it is not to be had."""
     arrays, results = part.by_heads(xs), part.by_heads(targets)
-    size = sum(x.nbytes(part.heads[1] - part.heads[0]) for x in (*arrays, *results))
-    if not size:
-        return False
-    for some, heads in part.dealt(-(-size // WINDOW)):
+    for n, (some, heads) in enumerate(groups):
         near = NearHeads(window, part.asked.team.rank, arrays, results, heads)
         if not near.may:
-            return False
+            return n
         moved = {name: _of_rows(name, x) for name, x in zip(xs, near.there())}
         run(some, moved, {name: _of_rows(name, x) for name, x in zip(targets, near.rooms())})
         near.back()
-    return True
+    return len(groups)
 
 
 def _in_heads_sent(part: Part, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: Any) -> None:

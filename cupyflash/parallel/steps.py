@@ -242,12 +242,14 @@ class Deal:
     heads: tuple[Span, ...]  # of each member
     rows: tuple[tuple[tuple[Span, Span], ...], ...]  # of each member: (in its own array, in the team's)
     length: int  # of the team's rows
+    longest: int  # of those of the team that has most
 
 
 @functools.lru_cache(maxsize=256)
 def deal(rows: Rows, team: range, heads: int) -> Deal:
     """Of the ranks `team`, who hold these rows and deal out so many heads."""
-    of_team = rows.together(len(team)).local(team.start // len(team))
+    of_teams = rows.together(len(team))
+    of_team = of_teams.local(team.start // len(team))
     found = []
     for rank in team:
         own = []
@@ -259,4 +261,5 @@ def deal(rows: Rows, team: range, heads: int) -> Deal:
                         ((local[0] + a - span[0], local[0] + b - span[0]), (at[0] + a - whole[0], at[0] + b - whole[0]))
                     )
         found.append(tuple(own))
-    return Deal(tuple(cut(heads, len(team))), tuple(found), sum(b - a for _, (a, b) in of_team))
+    longest = max(of_teams.count(n) for n in range(of_teams.size))
+    return Deal(tuple(cut(heads, len(team))), tuple(found), sum(b - a for _, (a, b) in of_team), longest)
