@@ -233,6 +233,37 @@ def test_parts_are_copied_whatever_they_are_made_of(dtype: str, dim: int) -> Non
     assert torch.equal(found, expected) and torch.equal(lse, of_lse)
 
 
+def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    window = pytest.importorskip("cupyflash.parallel.window")
+    memory = [np.zeros(4096, np.uint8) for _ in range(2)]
+
+    def get_buffer(rank: int, shape: tuple[int, ...], dtype: Any, begin: int) -> Any:
+        size = dtype.itemsize
+        part = memory[rank][begin * size :][: size * int(np.prod(shape))]
+        return torch.from_numpy(part).view(dtype).view(shape)
+
+    handle = types.SimpleNamespace(buffer_ptrs=[x.ctypes.data for x in memory], rank=0, get_buffer=get_buffer)
+    of_torch = types.SimpleNamespace(
+        empty=lambda size, **how: torch.empty(size, **how), rendezvous=lambda own, group: handle
+    )
+    monkeypatch.setattr(window, "symmetric", of_torch)
+    found = window.Window.__new__(window.Window)
+    found._group, found._device = lambda: None, torch.device("cpu")
+    every, x, shape = slice(None), torch.ones(1, 4, 2, 8), (1, 4, 2, 8)
+    with torch.inference_mode():
+        found._reserve(4096)
+        for rank in range(2):
+            found.array(rank, 1024, shape, x)
+    for rank in range(2):
+        for offset in (1024, 2048):
+            into = found.array(rank, offset, shape, x)
+            found.put([(into, (every, slice(1, 3)), x, (every, slice(0, 2)))])
+            into[...] += 1
+            assert into[:, 1:3].min() >= 2 and into.dtype == x.dtype
+    assert memory[1][2048:2304].view(np.float32).reshape(shape)[0, 1, 0, 0] == 2
+
+
 @pytest.mark.parametrize(
     ("heads", "length", "how", "near", "forward", "backward"),
     [

@@ -30,6 +30,7 @@ class Window:
         self._last: tuple[int, torch.cuda.Event] | None = None  # by whom it was last read
         self._reserve(_ALIGNED)
 
+    @torch.inference_mode(False)  # or whoever comes later, outside, might not write to it
     def _reserve(self, size: int) -> None:
         self._handle: Any = None
         self._own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
@@ -65,12 +66,15 @@ class Window:
         if key not in self._arrays:
             if len(self._arrays) >= 256:
                 self._arrays.clear()
-            if rank == self._rank:
-                some = self._own[offset : offset + kind.itemsize * math.prod(shape)]
-                self._arrays[key] = some.view(kind).view(shape)
-            else:
-                self._arrays[key] = self._handle.get_buffer(rank, shape, kind, offset // kind.itemsize)
+            self._arrays[key] = self._made(rank, offset, shape, kind)
         return self._arrays[key]
+
+    @torch.inference_mode(False)
+    def _made(self, rank: int, offset: int, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        if rank == self._rank:
+            return self._own[offset : offset + kind.itemsize * math.prod(shape)].view(kind).view(shape)
+        found: torch.Tensor = self._handle.get_buffer(rank, shape, kind, offset // kind.itemsize)
+        return found
 
     @staticmethod
     def address(x: torch.Tensor) -> int:
