@@ -33,11 +33,11 @@ class Window:
     @torch.inference_mode(False)  # or whoever comes later, outside, might not write to it
     def _reserve(self, size: int) -> None:
         self._handle: Any = None
+        self._arrays: dict[Any, torch.Tensor] = {}  # they hold what was there
         self._own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
         group: Any = self._group()
         self._handle = symmetric.rendezvous(self._own, group)
         self._places, self._rank = [int(x) for x in self._handle.buffer_ptrs], int(self._handle.rank)
-        self._arrays: dict[Any, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +71,8 @@ class Window:
 
     @torch.inference_mode(False)
     def _made(self, rank: int, offset: int, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        if 0 in shape:
+            return torch.empty(shape, dtype=kind, device=self._device)
         if rank == self._rank:
             return self._own[offset : offset + kind.itemsize * math.prod(shape)].view(kind).view(shape)
         found: torch.Tensor = self._handle.get_buffer(rank, shape, kind, offset // kind.itemsize)
