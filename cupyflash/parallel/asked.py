@@ -3,7 +3,6 @@ out."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import numbers
@@ -16,7 +15,7 @@ from ..api import present, trace_score
 from ..dispatch import refuse_family
 from ..gradients import check_wrt
 from ..other_names import unexpected
-from ..passes import BACKWARD, FORWARD, Pass
+from ..passes import BACKWARD, FORWARD
 from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, AttentionProblem, check_flag, check_layout, complete
 from ..rules import seed_of
 from .adapters import of
@@ -24,7 +23,7 @@ from .arrays import four, three, wide
 from .groups import Alone, Group
 from .masks import RowsMask
 from .rows import Rows, Span
-from .steps import Band, Blocks, Sight, fetched, lighter, reach, usual_groups
+from .steps import Band, Blocks, Sight, band_of, lighter, usual_groups
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
@@ -100,21 +99,11 @@ def usual_of_two(group: Any, operands: dict[str, Any], plan: dict[str, Any], giv
     if isinstance(plan["groups"], numbers.Integral) and plan["groups"] > heads_k // ranks.size:  # of keys alone
         return "keys"
     rows, key_rows = plan["rows"], plan["key_rows"] or plan["rows"]
-    (left, right), aligned = given.get("window") or (None, None), given.get("causal")
-    right = right if not aligned else 0 if right is None else min(right, 0)
-    sight = Band(key_rows.length, left, right, 0 if aligned == "top_left" else key_rows.length - rows.length)
-    work = 2 * (dim + dim_v) * batch * heads_q
-    near, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
+    sight = band_of(rows, key_rows, given.get("window"), given.get("causal"))
     of_pass = BACKWARD if "dout" in operands else FORWARD
-    return _lighter(rows, key_rows, sight, heads_q, heads_k, work, of_pass, ratio, near)
-
-
-@functools.lru_cache(maxsize=256)
-def _lighter(
-    rows: Rows, key_rows: Rows, sight: Band, heads_q: int, heads_k: int, work: int, of: Pass, ratio: int, near: bool
-) -> str:  # fmt: skip
-    work *= reach(rows, sight) // rows.size
-    return lighter(rows.size, heads_q, heads_k, of, ratio, seen=fetched(rows, key_rows, sight), near=near, work=work)
+    near, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
+    work = 2 * (dim + dim_v) * batch * heads_q
+    return lighter(rows, key_rows, sight, heads_q, heads_k, of_pass, ratio, near=near, work=work)
 
 
 def own_rows(x: Any) -> bool:
@@ -268,11 +257,8 @@ def _sight(
     problem: AttentionProblem, options: dict[str, Any], rows: Rows, key_rows: Rows
 ) -> tuple[Band, tuple[int, int]]:
     """What queries see by position, and what positions are shifted by where queries stand on other keys."""
-    left, right = options["window"] or (None, None)
-    if problem.causal is not None:
-        right = 0 if right is None else min(right, 0)
-    diagonal = 0 if problem.causal == "top_left" else key_rows.length - rows.length
-    stands = not (left is None and right is None) or problem.has("alibi_slopes")
+    band = band_of(rows, key_rows, options["window"], problem.causal)
+    diagonal, stands = band.diagonal, not (band.left is None and band.right is None) or problem.has("alibi_slopes")
     if diagonal and stands and (problem.dropout or problem.score is not None):
         what = "dropout" if problem.dropout else "score"
         raise ValueError(
@@ -280,7 +266,7 @@ def _sight(
             "alibi_slopes put query i on another key than i; lengths must be equal then, or causal 'top_left'"
         )
     shift = (max(diagonal, 0), max(-diagonal, 0)) if diagonal and stands else (0, 0)
-    return Band(key_rows.length, left, right, diagonal), shift
+    return band, shift
 
 
 def _shares(

@@ -10,7 +10,7 @@ from ..passes import BACKWARD, FORWARD
 from ..problem import FLOATS, ITEMSIZE, OPTIONS, check_layout, float_name
 from .asked import EXCHANGES, parts
 from .rows import Rows, Span
-from .steps import Band, Round, fetched, lighter, reach, rounds, usual_groups
+from .steps import Band, Round, band_of, lighter, rounds, usual_groups
 
 _CHECKS = {row.name: row.check for row in OPTIONS}
 
@@ -107,13 +107,9 @@ def explain(
     item = ITEMSIZE[str(called)]
     wide = max(item, 4)
     near, both = size <= m.host, hk % size == 0 and groups <= hk // size
-    (left, right), aligned = _CHECKS["window"](window), _CHECKS["causal"](causal)
-    right = right if aligned is None else 0 if right is None else min(right, 0)
-    band = Band(keys.length, left, right, 0 if aligned == "top_left" else keys.length - length)
-    work, seen = 4 * batch * heads * dim, fetched(rows, keys, band)
-    of_rank = work * reach(rows, band) / size
+    band, work = band_of(rows, keys, _CHECKS["window"](window), _CHECKS["causal"](causal)), 4 * batch * heads * dim
     kinds = [
-        exchange or (lighter(size, heads, hk, of, wide // item, seen=seen, near=near, work=of_rank) if both else "keys")
+        exchange or (lighter(rows, keys, band, heads, hk, of, wide // item, near=near, work=work) if both else "keys")
         for of in (FORWARD, BACKWARD)
     ]
     usual = usual_groups(rows, band, hk, batch * heads, work) if "keys" in kinds else 1

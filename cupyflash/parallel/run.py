@@ -90,19 +90,19 @@ class Part:
         ranks, heads = range(first, first + team.size), self.asked.problem.heads_k
         return deal(self.asked.rows, ranks, heads), deal(self.asked.key_rows, ranks, heads)
 
-    def by_heads(self, xs: dict[str, Any]) -> list[ByHeads]:
+    def by_heads(self, xs: dict[str, Any]) -> dict[str, ByHeads]:
         of_q, of_k = self.deals()
-        return [
-            ByHeads(of_k, 1, x) if name in ("k", "v") else ByHeads(of_q, self.group_of, _of_rows(name, x))
+        return {
+            name: ByHeads(of_k, 1, x) if name in ("k", "v") else ByHeads(of_q, self.group_of, _of_rows(name, x))
             for name, x in xs.items()
-        ]
+        }
 
     def to_heads(self, xs: dict[str, Any], some: Span) -> ToHeads:
-        return ToHeads(self.asked.team, self.by_heads(xs), some)
+        return ToHeads(self.asked.team, [*self.by_heads(xs).values()], some)
 
     def from_heads(self, xs: dict[str, Any], targets: dict[str, Any], some: Span) -> FromHeads:
         into = [_of_rows(name, x) for name, x in targets.items()]
-        return FromHeads(self.asked.team, self.by_heads(xs), some, into)
+        return FromHeads(self.asked.team, [*self.by_heads(xs).values()], some, into)
 
 
 def forward(asked: Asked, out: Any, lse: Any) -> None:
@@ -123,28 +123,30 @@ def _in_heads(
 ) -> None:
     """Hand rows over for heads, `run` with them, and hand its results back."""
     window, asked = getattr(part.asked.team, "window", None), part.asked
-    near, most = window is not None, 1
-    if near or asked.group.size > 1:  # then all teams have the same groups of heads, whichever of them have a window
-        arrays = (*part.by_heads(xs), *part.by_heads(targets))
-        most = -(-sum(x.nbytes(part.heads[1] - part.heads[0]) for x in arrays) // WINDOW)
-        near = near and most > 0
+    if window is None and asked.group.size == 1:
+        _in_heads_sent(part, part.dealt(1), xs, targets, run)
+        return
+    # All teams have the same groups of heads, whichever of them have a window.
+    arrays, results = part.by_heads(xs), part.by_heads(targets)
+    count = part.heads[1] - part.heads[0]
+    most = -(-sum(x.nbytes(count) for some in (arrays, results) for x in some.values()) // WINDOW)
     groups = part.dealt(most)
-    done = _in_heads_near(window, part, groups, xs, targets, run) if near else 0
+    done = _in_heads_near(window, part, groups, arrays, results, run) if window is not None and most else 0
     _in_heads_sent(part, groups[done:], xs, targets, run)
 
 
 def _in_heads_near(
-    window: Any, part: Part, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: Any
-) -> int:
+    window: Any, part: Part, groups: Sequence[tuple[Part, Span]], arrays: dict[str, ByHeads],
+    results: dict[str, ByHeads], run: Any,
+) -> int:  # fmt: skip
     """Where ranks reach each other's memory, which stays with them: not too much of it. How many groups are done: all,
     or those until it is not to be had."""
-    arrays, results = part.by_heads(xs), part.by_heads(targets)
     for n, (some, heads) in enumerate(groups):
-        near = NearHeads(window, part.asked.team.rank, arrays, results, heads)
+        near = NearHeads(window, part.asked.team.rank, [*arrays.values()], [*results.values()], heads)
         if not near.may:
             return n
-        moved = {name: _of_rows(name, x) for name, x in zip(xs, near.there())}
-        run(some, moved, {name: _of_rows(name, x) for name, x in zip(targets, near.rooms())})
+        moved = {name: _of_rows(name, x) for name, x in zip(arrays, near.there())}
+        run(some, moved, {name: _of_rows(name, x) for name, x in zip(results, near.rooms())})
         near.back()
     return len(groups)
 

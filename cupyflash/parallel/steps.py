@@ -57,6 +57,16 @@ class Band:
         return before and (self.right is None or a + self.diagonal + self.right >= hi - 1)
 
 
+def band_of(
+    rows: Rows, key_rows: Rows, window: tuple[int | None, int | None] | None, causal: bool | str | None
+) -> Band:
+    """What `attention` means by these two options, of the whole."""
+    left, right = window or (None, None)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return Band(key_rows.length, left, right, 0 if causal == "top_left" else key_rows.length - rows.length)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """By a block mask inside a band: for each block of rows the first key and the last but one that it leaves."""
@@ -154,14 +164,17 @@ def reach(rows: Rows, sight: Sight) -> int:
     return found
 
 
+@functools.lru_cache(maxsize=256)
 def lighter(
-    ranks: int, heads_q: int, heads_k: int, of: Pass, ratio: int, *, seen: float = 1.0, near: bool = False, work: float
+    rows: Rows, key_rows: Rows, sight: Sight, heads_q: int, heads_k: int, of: Pass, ratio: int, *, near: bool, work: int
 ) -> str:
     """Of the two exchanges that for which a rank waits less. ratio: of the bytes of a wide number to those of one of K.
-    seen: of the keys that others hold the share that some rank gets. near: ranks reach each other's memory; then heads
-    are many small copies around one long call, and keys come while a rank computes. work: operations of its forward."""
-    if near and of is FORWARD and work < HEADS_WORK:
+    near: ranks reach each other's memory; then heads are many small copies around one long call, and keys come while a
+    rank computes. work: operations of a pair, of all heads and batch entries."""
+    ranks = rows.size
+    if near and of is FORWARD and work * reach(rows, sight) / ranks < HEADS_WORK:
         return "keys"
+    seen = fetched(rows, key_rows, sight)
     of_keys = (2 if of is FORWARD else 2 + 2 * ratio) * heads_k * ranks * seen  # K and V; dK and dV, wide
     of_heads = (2 if of is FORWARD else 4) * (heads_q + heads_k)  # Q, K, V and O; backward dO and three gradients, too
     return "keys" if of_keys < of_heads or (of_keys == of_heads and not near) else "heads"
