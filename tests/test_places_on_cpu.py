@@ -61,6 +61,7 @@ ASKED: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "dead-keys": ((1, 2, 900, 800), SMALL | {"given": ("sinks",)}, {"window": (40, 3)}),
     "left": ((0, 0, 500, 330), SLOPES, {"window": (30, None)}),
     "nothing": ((0, 0, 16, 400), SMALL | {"given": ("sinks",)}, {"causal": True}),
+    "nothing-of-few": ((0, 0, 16, 400), SMALL | {"seq": (150, 40)}, {"causal": True}),
     "everything": ((0, 0, 2**31 - 200, 0), SMALL, {"causal": True}),
     "masked": ((0, 0, 32, 80), SMALL | {"key_mask": True}, {"causal": True, "deterministic": True}),
     "dropout": ((3, 5, 64, 128), SMALL | {"given": ("seed",)}, {"causal": True, "dropout": 0.3}),
@@ -69,7 +70,10 @@ ASKED: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 CASES = {f"{family}-{name}": (family, name) for family in FAMILIES for name in ASKED}
 
 
-@cases(CASES, "simt-left", "simt-dropout", "sm80-dead-keys", "sm80-dead-queries", "sm90-dead-keys", "sm90-dead-queries")
+@cases(
+    CASES, "simt-left", "simt-dropout", "sm80-dead-keys", "sm80-dead-queries", "sm90-dead-keys", "sm90-dead-queries",
+    "sm90-nothing-of-few",
+)  # fmt: skip
 def test_kernels_read_where_a_part_stands(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     family, name = CASES[case]
     at, shapes, options = ASKED[name]

@@ -122,6 +122,11 @@ struct Sequence : Lengths<RAGGED> {
     // Of these, by position, some query sees each key, and each query sees some. The others may hold anything.
     __device__ Range live_queries(const Params& p) const { return SHIFTS ? live(p).q : Range{p.first_q, p.end_q}; }
     __device__ Range live_keys(const Params& p) const { return SHIFTS ? live(p).k : Range{p.first_k, p.end_k}; }
+    // Those keys where it is data: none where no query sees any, of which `live_keys` has all.
+    __device__ Range seen_keys(const Params& p) const {
+        Live seen = by_position(p);
+        return seen.none() ? Range{0, 0} : seen.k;
+    }
     // Query i stands on key i + diagonal.
     __device__ int diagonal(const Params& p) const {
         if constexpr (config::AT) return Origin::diagonal(p);
@@ -209,13 +214,18 @@ struct Sequence : Lengths<RAGGED> {
 
     struct Live {
         Range q, k;
+        __device__ bool none() const { return q.begin >= q.end || k.begin >= k.end; }
     };
-    // As AttentionProblem.live.
-    __device__ Live live(const Params& p) const {
+    __device__ Live by_position(const Params& p) const {
         int queries = this->queries(p), keys = this->keys(p), shift = diagonal(p);
         Range q{config::RIGHT ? max(0, -shift - p.right) : 0,
                 config::LEFT ? min(queries, keys - shift + p.left) : queries};
         Range k{config::LEFT ? max(0, shift - p.left) : 0, config::RIGHT ? min(keys, queries + shift + p.right) : keys};
-        return q.begin < q.end && k.begin < k.end ? Live{q, k} : Live{{0, queries}, {0, keys}};
+        return {q, k};
+    }
+    // As AttentionProblem.live.
+    __device__ Live live(const Params& p) const {
+        Live found = by_position(p);
+        return found.none() ? Live{{0, queries(p)}, {0, keys(p)}} : found;
     }
 };

@@ -361,9 +361,9 @@ constexpr bool CLEARS = KEY_MASK || SHIFTS;
 // Which of a block's keys, from `first` on, nobody sees.
 __device__ inline DeadRows<KEYS> dead_keys(const Pairs& pairs, int first) {
     if constexpr (!SHIFTS) return unseen_keys<KEYS>(pairs, first);
-    Range live = pairs.head.live_keys(pairs.p);
+    Range seen = pairs.head.seen_keys(pairs.p);
     return DeadRows<KEYS>([&](int j) {
-        return first + j < live.begin || first + j >= live.end || !pairs.key_seen(first + j);
+        return first + j < seen.begin || first + j >= seen.end || !pairs.key_seen(first + j);
     });
 }
 
