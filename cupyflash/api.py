@@ -361,7 +361,7 @@ def attention_backward(
         Optional arrays whose gradients are wanted too, of "bias", "alibi_slopes", "sinks" and the names in
         score_arrays. dq, dk and dv do not depend on it.
     grads : (dq, dk, dv), optional
-        Where to write these gradients, each with memory of its own; beside inputs of 16 bits also of float32.
+        Where to write these gradients, each with own memory; all or dk and dv also of float32 beside inputs of 16 bits.
     add : bool
         Add dq, dk and dv to what `grads` holds: of several parts of a whole, in the order of the calls.
     out_dtype : dtype, optional

@@ -62,7 +62,7 @@ FORWARD = Pass("forward", (
 BACKWARD = Pass("backward", (
     Row("q", "In"), Row("k", "In"), Row("v", "In"), Row("out", "In"), Row("lse", "Accum", per_query=True),
     Row("dout", "In"), Row("dlse", "Accum", per_query=True, optional=True),
-    Row("dq", "Out", result=True), Row("dk", "Out", result=True), Row("dv", "Out", result=True),
+    Row("dq", "OutQ", result=True), Row("dk", "Out", result=True), Row("dv", "Out", result=True),
 ))  # fmt: skip
 _TANGENTS = (Row("tq", "In", optional=True), Row("tk", "In", optional=True), Row("tv", "In", optional=True))
 JVP = Pass("jvp", (  # the tangents of a forward's results

@@ -337,6 +337,7 @@ class AttentionProblem:
     latent: int | None = None  # V is the first so many columns of K, in its memory
     dropout: float = 0.0  # the share of the probabilities that become 0
     out_dtype: str | None = None  # of results; None: that of q
+    dq_dtype: str | None = None  # of dq, where that is another
     cache_dtype: str | None = None  # of k and v, where that is of 8 bits beside q of 16 (cached.py)
     out_scale: float = 1.0  # what it is multiplied by before it is rounded
     deterministic: bool = False
@@ -408,8 +409,12 @@ class AttentionProblem:
 
     @property
     def result_dtype(self) -> str:
-        """Of out, and of gradients."""
+        """Of out, and of gradients (`dtype_of`)."""
         return self.out_dtype or self.dtype
+
+    def dtype_of(self, name: str) -> str:
+        """Of a result by its name."""
+        return self.dq_dtype if self.dq_dtype and name == "dq" else self.result_dtype
 
     @property
     def widened(self) -> bool:

@@ -382,21 +382,26 @@ def _stated(
     results = {f"{t}d{name}": views[name].shape for name in "qkv"} if of.of_gradients else {f"{t}out": out}
     problem = _into(targets, problem, of)
     for name, target in targets.items():
-        check_like(target_name(name), target, results[name], problem.result_dtype, q)
+        check_like(target_name(name), target, results[name], problem.dtype_of(name), q)
     return problem, results
 
 
 def _into(targets: dict[str, View], problem: AttentionProblem, of: Pass) -> AttentionProblem:
-    """Results of 16-bit inputs are not rounded where they go to arrays of float32."""
+    """Results of 16-bit inputs are not rounded where they go to arrays of float32; dq may be, alone: a part of a whole
+    has all of it more often than all of dk and dv."""
     dtypes = list(dict.fromkeys(x.dtype for x in targets.values()))
     if of.moved or problem.dtype not in HALVES or dtypes in ([], [problem.dtype]):
         return problem
     for name, x in targets.items():
         if x.dtype not in (problem.dtype, "float32"):
             raise TypeError(f"{target_name(name)} has dtype {x.dtype}; it must be {problem.dtype} or float32")
-    if len(dtypes) > 1:
-        raise TypeError(f"grads hold arrays of {' and '.join(dtypes)}; all must have one dtype")
-    return replace(problem, out_dtype="float32")
+    dq_alone = dtypes == [problem.dtype, "float32"] and targets["dk"].dtype == targets["dv"].dtype
+    if len(dtypes) > 1 and not dq_alone:
+        raise TypeError(
+            f"grads hold arrays of {' and '.join(dtypes)}; all must have one dtype, or dk and dv float32 and dq "
+            f"{problem.dtype}"
+        )
+    return replace(problem, out_dtype="float32", dq_dtype=problem.dtype if dq_alone else None)
 
 
 def for_pass(problem: AttentionProblem, of: Pass) -> AttentionProblem:

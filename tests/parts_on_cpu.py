@@ -44,6 +44,7 @@ class Whole:
     slopes: bool = False
     table: bool = False
     out_dtype: str | None = None  # of results
+    dq_rounded: bool = False  # whether dq alone is of the dtype of q
     by_array: bool = False  # whether kernels read where a part stands
     before: Arrays | None = None  # what targets of gradients hold, to which these are added
     compiled: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +104,8 @@ class Whole:
         problem = state(rows["q"], rows["k"], rows["v"], at=places, **{**options, **others})
         problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"), out_dtype=self.out_dtype)
         problem = replace(problem, add=out is not None and self.before is not None)
+        if self.dq_rounded and out is not None:
+            problem = replace(problem, dq_dtype=self.dtype)
         assert not problem.empty
         made = self._plans(problem, others, out is not None)
         libraries = compile_all(*[as_cpp(generate(x), [y.name for y in x.launches]) for x in made])
@@ -116,7 +119,8 @@ class Whole:
             results = {"out": Guarded(rows["dout"].shape, of_result), "lse": Guarded(shapes["lse"], problem.lse_dtype)}
         else:
             inputs |= {"out": Guarded(out.shape, out.dtype, out, True), "lse": Guarded(lse.shape, lse.dtype, lse)}
-            results = {f"d{name}": Guarded(rows[name].shape, of_result, None, True) for name in "qkv"}
+            kinds = {"q": rows["q"].dtype} if self.dq_rounded else {}
+            results = {f"d{name}": Guarded(rows[name].shape, kinds.get(name, of_result), None, True) for name in "qkv"}
             results |= {f"d{name}": Guarded(x.shape, x.dtype) for name, x in others.items()}
         for name, x in (self.before or {}).items() if out is not None else ():
             results[name].array[...] = x

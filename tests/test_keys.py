@@ -156,7 +156,7 @@ def plans() -> list[KernelPlan]:
 CODE: dict[str, Any] = {  # fields of a plan that its program follows from, and another value
     "source": "simt/forward.cu", "arch": "sm_86", "dtype": "bfloat16", "out_dtype": "float32", "constants": (("A", 1),),
     "given": (Given("sinks", "float32", ("head",)),), "tangents": (Given("q", "", ()),), "score": SCORE,
-    "wrt": ("bias",), "launches": (), "of": BACKWARD, "cache_dtype": "int8",
+    "wrt": ("bias",), "launches": (), "of": BACKWARD, "cache_dtype": "int8", "dq_dtype": "bfloat16",
     "workspace": (Workspace("shares", "float32", (1,)),), "scalars": (("other", 1),), "family": "simt",
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_the_fields_of_a_backward() -> None:
     fields = declared(plan(asked("float16"), H200, BACKWARD, "sm90"))
     assert fields[:22] == [
         ("const In*", "q"), ("const In*", "k"), ("const In*", "v"), ("const In*", "out"), ("const Accum*", "lse"),
-        ("const In*", "dout"), ("const Accum*", "dlse"), ("Out*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
+        ("const In*", "dout"), ("const Accum*", "dlse"), ("OutQ*", "dq"), ("Out*", "dk"), ("Out*", "dv"),
         ("const unsigned char*", "key_mask"), ("const unsigned char*", "mask"), ("const In*", "bias"),
         ("const float*", "alibi_slopes"), ("const In*", "sinks"), ("const long long*", "seed"),
         ("const int*", "key_lists"), ("const int*", "query_lists"),
@@ -232,7 +232,8 @@ def test_a_compiler_lays_it_out_alike(tmp_path: Path) -> None:
         kernel_plan = plan(asked(dtype, family), H200, of, family)  # type: ignore[arg-type]
         kernel_plan = dataclasses.replace(kernel_plan, scalars=(*kernel_plan.scalars, *more))
         record = params.layout(kernel_plan)
-        types = [*zip(("In", "Product", "Out", "Accum"), params.TYPES[kernel_plan.dtype]), ("Kept", "In")]
+        types = [*zip(("In", "Product", "Out", "Accum"), params.TYPES[kernel_plan.dtype])]
+        types += [("OutQ", "Out"), ("Kept", "In")]
         offsets = [(f"offsetof(Params, {name})", record.fields[name][1]) for name in record.names]  # type: ignore[index]
         offsets += [("sizeof(Params)", record.itemsize), ("offsetof(PairStrides, key)", 24), ("sizeof(Strides)", 24)]
         checks += [

@@ -133,6 +133,10 @@ def test_results_of_16_bits_in_float32_are_not_rounded(dtype: Any) -> None:
     attention_backward(*arrays, grads=narrow, add=True, causal=True)
     for x, y in zip(narrow, expected):
         np.testing.assert_array_equal(x, y)
+    mixed = (np.empty_like(q), *(np.empty_like(x) for x in grads[1:]))  # dq alone is rounded
+    attention_backward(*arrays, grads=mixed, causal=True)
+    for x, y in zip(mixed, (rounded.dq, *grads[1:])):
+        np.testing.assert_array_equal(x, y)
 
 
 X = np.ones((1, 32, 2, 8), np.float32)
@@ -174,7 +178,11 @@ def test_what_targets_must_be() -> None:
     with pytest.raises(TypeError, match="add is 1; it must be True or False"):
         attention_backward(X, X, X, X, X, LSE, grads=grads, add=1)  # type: ignore[arg-type]
     mixed = (*grads[:2], grads[2].astype(np.float32))
-    with pytest.raises(TypeError, match="grads hold arrays of float16 and float32; all must have one dtype"):
+    of_grads = "grads hold arrays of .*; all must have one dtype, or dk and dv float32 and dq float16"
+    with pytest.raises(TypeError, match=of_grads):
+        attention_backward(half, half, half, half, half, LSE, grads=mixed)
+    mixed = (grads[0].astype(np.float32), *grads[1:])
+    with pytest.raises(TypeError, match=of_grads):
         attention_backward(half, half, half, half, half, LSE, grads=mixed)
     mixed = (*grads[:2], grads[2].astype(np.float64))
     with pytest.raises(TypeError, match="grads: dv has dtype float64; it must be float16 or float32"):

@@ -71,14 +71,21 @@ def test_results_in_float32_are_what_is_rounded_else(case: str, rng: np.random.G
         assert wide[name].dtype == np.float32
         assert np.array_equal(wide[name].astype(x.dtype), x), name
         assert name == "lse" or not np.array_equal(wide[name], x.astype("f4")), name
-    for dtype in (None, "float32"):
-        whole.out_dtype = dtype
+    whole.dq_rounded = True
+    mixed = whole.run(rows, others, at, out, lse)
+    for name in ("dq", "dk", "dv"):
+        expected = (rounded if name == "dq" else wide)[name]
+        assert mixed[name].dtype == expected.dtype
+        assert np.array_equal(mixed[name], expected), name
+    for dtype, dq_rounded in ((None, False), ("float32", False), ("float32", True)):
+        whole.out_dtype, whole.dq_rounded = dtype, dq_rounded
         kind = np.dtype(dtype) if dtype else rows["q"].dtype
-        whole.before = {name: rng.standard_normal(wide[name].shape).astype(kind) for name in ("dq", "dk", "dv")}
+        kinds = {"dq": rows["q"].dtype if dq_rounded else kind, "dk": kind, "dv": kind}
+        whole.before = {name: rng.standard_normal(wide[name].shape).astype(kinds[name]) for name in kinds}
         added = whole.run(rows, others, at, out, lse)
         for name, x in whole.before.items():
-            assert added[name].dtype == kind
-            assert np.array_equal(added[name], (x.astype("f4") + wide[name]).astype(kind)), name
+            assert added[name].dtype == kinds[name]
+            assert np.array_equal(added[name], (x.astype("f4") + wide[name]).astype(kinds[name])), name
 
 
 @pytest.mark.slow

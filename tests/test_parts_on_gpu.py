@@ -45,15 +45,15 @@ def test_gradients_are_added(backend: Backend, dtype: str, dims: tuple[int, int]
     for x, y in zip(grads, attention_backward(*arrays, **options)):
         assert np.array_equal(x.astype(own), backend.get(y))
     arena = Arena(backend)
-    for kind in dict.fromkeys((DTYPES[wide], own)):
+    for kinds in dict.fromkeys(((DTYPES[wide],) * 3, (own,) * 3, (own, DTYPES[wide], DTYPES[wide]))):
         for first, row in ((0, 128), (3, 131)):  # aligned and not
-            before = [rng.standard_normal(x.shape).astype(kind) for x in grads]
-            targets = tuple(arena.columns(x.shape, kind, first, row) for x in grads)
+            before = [rng.standard_normal(x.shape).astype(kind) for x, kind in zip(grads, kinds)]
+            targets = tuple(arena.columns(x.shape, kind, first, row) for x, kind in zip(grads, kinds))
             for target, x in zip(targets, before):
                 target[...] = backend.put(x)
             attention_backward(*arrays, grads=targets, add=True, **options)
             attention_backward(*arrays, grads=targets, add=True, **options)
-            for name, target, x, y in zip(NAMES, targets, before, grads):
+            for name, kind, target, x, y in zip(NAMES, kinds, targets, before, grads):
                 once = (x.astype(y.dtype) + y).astype(kind)
                 assert np.array_equal(backend.get(target), (once.astype(y.dtype) + y).astype(kind)), (name, kind, row)
             arena.check()

@@ -72,7 +72,7 @@ class Step:
         problem, self.shapes, views, _ = stated
         self.device, self.wrt = ordinal, wrt
         self._forward, self._ragged = call.of is FORWARD, problem.ragged
-        dtypes = dict.fromkeys(self.shapes, problem.result_dtype)
+        dtypes = {name: problem.dtype_of(name) for name in self.shapes}
         if wrt:
             gradient = "td" if call.of.moved else "d"
             self.shapes = {gradient + name: views[name].shape for name in wrt}

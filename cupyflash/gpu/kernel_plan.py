@@ -80,6 +80,7 @@ class KernelPlan:
     wrt: tuple[str, ...] = ()  # optional arrays: gradients, or their tangents, are of these and not of q, k and v
     passed_over: tuple[str, ...] = ()  # why faster families were not taken
     out_dtype: str | None = None  # of what the kernels write; None: dtype
+    dq_dtype: str | None = None  # of dq; None: as the others
     cache_dtype: str | None = None  # of k and v, where that is another than dtype
     grouped: bool = False  # whether it is of the problem's `grouped`
     found: tuple[str, ...] = ()  # the part of the workspace that is taken as the plan that runs before has left it

@@ -35,6 +35,11 @@ def types(plan: KernelPlan) -> tuple[str, str, str, str]:
     return given, product, TYPES[plan.out_dtype or plan.dtype][2], accum
 
 
+def dq_type(plan: KernelPlan) -> str:
+    """What dq is."""
+    return TYPES[plan.dq_dtype or plan.out_dtype or plan.dtype][2]
+
+
 def kept_type(plan: KernelPlan) -> str:
     """What k and v are."""
     return EIGHT[plan.cache_dtype] if plan.cache_dtype else TYPES[plan.dtype][0]

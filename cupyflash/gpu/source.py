@@ -39,7 +39,8 @@ def kernels_folder() -> Path:
 
 def generate(plan: KernelPlan) -> str:
     """The whole CUDA source of a plan, as one string."""
-    types = zip(("In", "Product", "Out", "Accum", "Kept"), (*params.types(plan), params.kept_type(plan)))
+    named = (*params.types(plan), params.dq_type(plan), params.kept_type(plan))
+    types = zip(("In", "Product", "Out", "Accum", "OutQ", "Kept"), named)
     lines = [
         *FORMATS,
         *(f"using {name} = {type};" for name, type in types),

@@ -233,7 +233,7 @@ def _backward(
     part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any], like: dict[str, Any]
 ) -> None:
     dq, dk, dv = (grads[x] for x in "qkv")
-    plan = part.rounds()
+    plan, once = part.rounds(), part.asked.stretches == 1  # a row of dq has all of its keys in one call
     if _unseen(part, dk.shape[1]):
         dk[...] = 0
         dv[...] = 0
@@ -244,7 +244,9 @@ def _backward(
         if whole:
             sums, own = dq[:, :, heads], (dk, dv)
         else:
-            if of.first:
+            if once:
+                sums = dq[:, :, heads]
+            elif of.first:
                 sums = empty(tuple(dq[:, :, heads].shape), dq, wide(dq))
             own = keys_of.room(k_of, v_of)
         written = _Written(own)
@@ -269,7 +271,7 @@ def _backward(
                     of_arrays[name][places.get(name, ...)] += x
         if whole:
             continue
-        if of.last:
+        if of.last and not once:
             put(dq[:, :, heads], sums)
         keys_of.give(of, own)
 

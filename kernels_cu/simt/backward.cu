@@ -11,9 +11,9 @@ struct Gradients : Products {
     using Queries = QueryArrays;
     using Keys = KeyArrays;
     static __device__ Row row(const Params& p, const Head& head, int i) { return {p, head, i}; }
-    static __device__ Result dq(const Params& p) { return {p.dq, p.dq_strides}; }
-    static __device__ Result dk(const Params& p) { return {p.dk, p.dk_strides}; }
-    static __device__ Result dv(const Params& p) { return {p.dv, p.dv_strides}; }
+    static __device__ Result<OutQ> dq(const Params& p) { return {p.dq, p.dq_strides}; }
+    static __device__ Result<> dk(const Params& p) { return {p.dk, p.dk_strides}; }
+    static __device__ Result<> dv(const Params& p) { return {p.dv, p.dv_strides}; }
 
     // From S and dP of one pair to P and dS, the derivative with respect to the product, in place.
     __device__ void differentiate(int i, int j, const Row& row, const Pairs& pairs, const Dropout& dropout, bool tested,

@@ -9,8 +9,9 @@
 #include "simt/derivative.cuh"
 
 // A result: where its rows are.
+template <class T = Out>
 struct Result {
-    Out* at;
+    T* at;
     const Strides& strides;
 };
 
@@ -59,7 +60,7 @@ __device__ void backward_dk_dv(const Params& p) {
     }
 
     scale_by(dk_sum, p.scale);
-    const Result dk = Of::dk(p), dv = Of::dv(p);
+    const Result<> dk = Of::dk(p), dv = Of::dv(p);
     store(all_key_rows(p, head, dk.at, dk.strides, p.dim), dk_sum, row, column);
     store(all_key_rows(p, head, dv.at, dv.strides, p.dim_v), dv_sum, row, column);
 }
@@ -104,6 +105,6 @@ __device__ void backward_dq(const Params& p) {
     }
 
     scale_by(dq_sum, p.scale);
-    const Result dq = Of::dq(p);
+    const auto dq = Of::dq(p);
     store(query_matrix(p, head, dq.at, dq.strides, p.dim), dq_sum, row, column);
 }

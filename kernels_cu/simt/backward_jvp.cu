@@ -12,9 +12,9 @@ struct GradientTangents : MovingProducts {
     using Queries = MovingQueryArrays;
     using Keys = MovingKeyArrays;
     static __device__ MovingRow row(const Params& p, const Head& head, int i) { return moving_row(p, head, i); }
-    static __device__ Result dq(const Params& p) { return {p.tdq, p.tdq_strides}; }
-    static __device__ Result dk(const Params& p) { return {p.tdk, p.tdk_strides}; }
-    static __device__ Result dv(const Params& p) { return {p.tdv, p.tdv_strides}; }
+    static __device__ Result<> dq(const Params& p) { return {p.tdq, p.tdq_strides}; }
+    static __device__ Result<> dk(const Params& p) { return {p.tdk, p.tdk_strides}; }
+    static __device__ Result<> dv(const Params& p) { return {p.tdv, p.tdv_strides}; }
 
     // From S, tS, dP and tdP of one pair to tP, dX, tdX and P, in place.
     __device__ void differentiate(int i, int j, const MovingRow& row, const Pairs& pairs, const Dropout& dropout,

@@ -97,16 +97,17 @@ __device__ inline int number_in_turn(const Params& p) {
 }
 
 // dQ = scale * dq_sum, from fragment order to rows, of the tile that a block of 128 threads has the number of.
-__device__ inline void finish_dq(const Params& p, Out* dq, const Strides& strides) {
+template <class T>
+__device__ void finish_dq(const Params& p, T* dq, const Strides& strides) {
     constexpr int PART = sizeof(Accum) == 8 || WIDE ? 16 : ROWS;  // rows at a time
     using Tile = SharedTile<PART, DIM>;
-    __shared__ alignas(16) char shared[FROM_REGISTERS ? 16 : Tile::BYTES];
+    __shared__ alignas(16) char shared[FROM_REGISTERS<T> ? 16 : Tile::BYTES];
     Tile dq_tile{shared_address(shared)};
     auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     if (config::PACKED_Q && tile < 0) return;
     for (int first = 0; first < ROWS; first += PART) {
         int i0 = tile * ROWS + first, count = head.queries(p) - i0;
-        Out* rows = head.query_row(dq, strides, i0);
+        T* rows = head.query_row(dq, strides, i0);
         if (first > 0) __syncthreads();
 #pragma unroll 4
         for (int f = threadIdx.x / 32; f < PART / 16 * (DIM / 8); f += 4) {
@@ -114,12 +115,12 @@ __device__ inline void finish_dq(const Params& p, Out* dq, const Strides& stride
             Accumulator<1, 1> sum;
             read_dq(sum, dq_fragment(p, blockIdx.x, first / 16 + m, n));
             sum.each([&](Accum& x, int, int) { x *= p.scale; });
-            if constexpr (FROM_REGISTERS)
+            if constexpr (FROM_REGISTERS<T>)
                 store_floats(sum, rows, strides.row, 16 * m, 8 * n, count, p.dim);
             else
                 sum.store(dq_tile, 16 * m, 8 * n);
         }
-        if constexpr (!FROM_REGISTERS) {
+        if constexpr (!FROM_REGISTERS<T>) {
             __syncthreads();
             store_rows<PART / 4>(dq_tile, threadIdx.x / 32 * (PART / 4), rows, strides.row, count, p.dim);
         }

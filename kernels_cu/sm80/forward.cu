@@ -307,7 +307,7 @@ struct Block : QueryBlock<Shared> {
             store_float_rows(o, true, WARP_COLUMNS, [&](int r) -> Accum* {
                 return warp_row + r < rows ? to + (warp_row + r) * DIM_V : nullptr;
             });
-        } else if constexpr (FROM_REGISTERS) {
+        } else if constexpr (FROM_REGISTERS<>) {
             store_floats(o, out, p.out_strides.row, warp_row, column_warp * WARP_COLUMNS, rows, p.dim_v);
         } else {
             // Through shared memory, where Q was, for whole rows; where Q's rows have another length than O's, the

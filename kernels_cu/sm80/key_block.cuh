@@ -202,7 +202,7 @@ struct KeyBlock {
         int rows = keys_head.key_rows(p) - keys.begin;
         Out* dk_rows = keys_head.key_row(to_dk, dk_strides, keys.begin);
         Out* dv_rows = keys_head.key_row(to_dv, dv_strides, keys.begin);
-        if constexpr (FROM_REGISTERS) {
+        if constexpr (FROM_REGISTERS<>) {
             store_floats(dk, dk_rows, dk_strides.row, warp_key, column_warp * (DIM / COLUMN_WARPS), rows, p.dim);
             store_floats(dv, dv_rows, dv_strides.row, warp_key, column_warp * (DIM_V / COLUMN_WARPS), rows, p.dim_v);
         } else {

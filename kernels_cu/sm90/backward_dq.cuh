@@ -273,7 +273,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         int before = part * (FETCHES / DOWN);  // columns by 32
         int row = tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
         int column = (SHARE_ROWS ? before % ACROSS : before) * 32 + lane % 4 * 8;
-        Out* to = head.query_row(p.dq, p.dq_strides, row) + column;
+        OutQ* to = head.query_row(p.dq, p.dq_strides, row) + column;
         int rows = head.queries(p) - row, columns = p.dim - column;  // from there on
 #pragma unroll 1
         for (int c = 1; c <= FETCHES; c++, fetched++, sums += FINISH_BYTES / 16) {
@@ -287,8 +287,8 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
                 int seen = columns > 0 ? rows : 0;
 #pragma unroll
                 for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row) {
-                    if constexpr (FROM_REGISTERS) {
-                        constexpr int EACH = VECTOR<Out>;
+                    if constexpr (FROM_REGISTERS<OutQ>) {
+                        constexpr int EACH = VECTOR<OutQ>;
 #pragma unroll
                         for (int e = 0; e < 8; e += EACH)
                             if (8 * i < seen && e < columns)

@@ -200,7 +200,7 @@ struct NarrowConsumer {
         sync_threads<128 * WARPGROUPS>(1);  // nobody reads dS any more
         if (SHARES && !add_shares(p, s, t, warpgroup, dv, dk)) return;
         dk.each([&](float& x, int, int) { x *= p.scale; });
-        if constexpr (FROM_REGISTERS) {
+        if constexpr (FROM_REGISTERS<>) {
             int rows = head.key_rows(p) - key, row = 16 * warp();
             store_floats(dk, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, row, 0, rows, p.dim);
             store_floats(dv, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, row, 0, rows, p.dim_v);

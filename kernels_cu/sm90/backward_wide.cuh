@@ -228,7 +228,7 @@ struct WideConsumer {
     // 64 columns of dK or dV, through shared memory and TMA.
     __device__ void store(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Out* to, const Strides& strides,
                           const KeyTile& t, int column, int columns) {
-        if constexpr (FROM_REGISTERS)
+        if constexpr (FROM_REGISTERS<>)
             return put_turned(sum, to, strides, t, column, columns);
         else
             store_through(sum, map, to, strides, t, column, columns);

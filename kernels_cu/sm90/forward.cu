@@ -335,7 +335,7 @@ struct Consumer {
                 return real ? p.share_out + share_row(p, of.share, row_number(of, x)) * (V_PARTS * DIM_V) + column
                             : nullptr;
             });
-        } else if constexpr (FROM_REGISTERS) {
+        } else if constexpr (FROM_REGISTERS<>) {
             bool pairs = p.dim_v % 2 == 0 && p.out_strides.row % 2 == 0 && p.out_strides.head % 2 == 0;
             Out* out = of.head.query_row(p.out, p.out_strides) + column;
             store_float_rows(o, pairs && (unsigned long long)out % 8 == 0, p.dim_v - column, [&](int row) -> Out* {

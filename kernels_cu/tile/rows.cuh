@@ -20,7 +20,8 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
 }
 
 // Whether a lane writes what it holds of a result, and not through shared memory, which has tiles of rounded numbers.
-constexpr bool FROM_REGISTERS = sizeof(Out) == 4 || config::ADDS;
+template <class T = Out>
+constexpr bool FROM_REGISTERS = sizeof(T) == 4 || config::ADDS;
 
 // A number of a result, or with what is there, rounded once.
 template <class T>

@@ -100,8 +100,9 @@ struct RowsCopy : AsyncCopy<THREADS, ROWS, COLS, Tile, T> {
 };
 
 // Whether rows of `cols` elements from `target` on can be written 16 bytes at once.
-__device__ inline bool aligned(const Out* target, long long row_stride, int cols) {
-    return cols % VECTOR<Out> == 0 && row_stride % VECTOR<Out> == 0 && (unsigned long long)target % 16 == 0;
+template <class T>
+__device__ bool aligned(const T* target, long long row_stride, int cols) {
+    return cols % VECTOR<T> == 0 && row_stride % VECTOR<T> == 0 && (unsigned long long)target % 16 == 0;
 }
 
 // An element from shared memory to global memory.
@@ -119,7 +120,7 @@ template <int COUNT, class Tile, class T>
 __device__ void store_rows(Tile tile, int first, T* target, long long row_stride, int rows, int cols) {
     int lane = threadIdx.x % 32;
     bool vectors = aligned(target, row_stride, cols);
-    constexpr int EACH = VECTOR<Out>, CHUNKS = Tile::COLUMNS / EACH;
+    constexpr int EACH = VECTOR<T>, CHUNKS = Tile::COLUMNS / EACH;
     for (int i = lane; i < COUNT * CHUNKS; i += 32) {
         int row = first + i / CHUNKS, col = i % CHUNKS * EACH;
         if (row >= rows || col >= cols) continue;

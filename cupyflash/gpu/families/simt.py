@@ -128,7 +128,7 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))
     constants = (*_tile_constants(t), *features(problem))
-    common = _common(problem, arch, of, t) | {"out_dtype": problem.out_dtype}
+    common = _common(problem, arch, of, t) | {"out_dtype": problem.out_dtype, "dq_dtype": problem.dq_dtype}
     if not of.of_gradients:
         launch = Launch(f"attention_{of}", tiles_q * parts_v, t.threads)
         return KernelPlan(

@@ -95,7 +95,7 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
         *((f"DEAD_{name}", dead) for name, dead in zip(("QUERIES", "KEYS"), _dead(problem))),
     )  # fmt: skip
     tiles_q = query_tiles(problem, t.rows)
-    common = _common(problem, arch, of) | {"out_dtype": problem.out_dtype}
+    common = _common(problem, arch, of) | {"out_dtype": problem.out_dtype, "dq_dtype": problem.dq_dtype}
     split, halves = _split(problem, t, dim, dim_v, of) if parts > 1 else ((), ())
     if of is JVP:
         return KernelPlan(

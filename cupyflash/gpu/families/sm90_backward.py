@@ -161,6 +161,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         scalars=(("together", together), ("resident", resident), ("shares", shares)),
         lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
         out_dtype=problem.out_dtype,
+        dq_dtype=problem.dq_dtype,
     )
 
 
