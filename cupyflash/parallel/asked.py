@@ -16,14 +16,14 @@ from ..dispatch import refuse_family
 from ..gradients import check_wrt
 from ..other_names import unexpected
 from ..passes import BACKWARD, FORWARD
-from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, AttentionProblem, check_flag, check_layout, complete
+from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, ITEMSIZE, AttentionProblem, check_flag, check_layout, complete
 from ..rules import seed_of
 from .adapters import of
 from .arrays import four, three, wide
 from .groups import Alone, Group
 from .masks import RowsMask
 from .rows import Rows, Span
-from .steps import Band, Blocks, Sight, band_of, lighter, usual_groups
+from .steps import Band, Blocks, Sight, band_of, come, lighter, usual_groups
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
@@ -176,9 +176,10 @@ def check(
     reduce = check_flag("reduce", plan.get("reduce", False))
     if reduce and "bias" in wanted:
         _check_one_each(views, ("bias",), rows, "reduce must be False, with a sum by the caller where it is for all")
-    sight, shift = _sight(problem, options, rows, key_rows)
+    band, shift = _sight(problem, options, rows, key_rows)
+    sight = band if mask is None else Blocks(band, mask.own.block[0], mask.hulls)
     asked = Asked(
-        team, keys, rows, key_rows, *_shares(plan, problem, team, keys, sight, rows), layout,
+        team, keys, rows, key_rows, *_shares(plan, problem, team, keys, sight, rows, key_rows), layout,
         {name: x for name, x in options.items() if name not in ("layout", "block_mask", *_LATER)}
         | {"seed": number if seed is None else seed, "score_arrays": reads, "family": given.get("family")},
         {row.name: arrays[row.name] for row in ARRAYS if row.name in arrays and row.name != "seed"},
@@ -188,7 +189,6 @@ def check(
     )  # fmt: skip
     if mask is not None:
         asked.mask, asked.block = mask, math.lcm(mask.own.block[1], ALIGNED)
-        asked.sight = Blocks(sight, mask.own.block[0], mask.hulls)
     if problem.dropout:
         for name, x in (("rows", rows), ("key_rows", key_rows)):
             odd = [a for spans in x.chunks for a, b in spans if b > a and a % ALIGNED]
@@ -270,14 +270,17 @@ def _sight(
 
 
 def _shares(
-    plan: dict[str, Any], problem: AttentionProblem, team: Group, keys: Group, sight: Sight, rows: Rows
-) -> tuple[int, int]:
+    plan: dict[str, Any], problem: AttentionProblem, team: Group, keys: Group, sight: Sight, rows: Rows, key_rows: Rows
+) -> tuple[int, int]:  # fmt: skip
     """Groups of key heads, and stretches of the keys."""
     heads, of_q = max(1, problem.heads_k // team.size), problem.batch * problem.heads_q
     # While one group is computed the next comes, unless those who move it and those who compute wait for each other.
     pays = getattr(keys, "window", None) is not None or all(getattr(x, "beside", True) for x in (team, keys))
-    work = 2 * (problem.dim + problem.dim_v) * of_q
-    usual = usual_groups(rows, sight, heads, of_q, work) if team.size * keys.size > 1 and pays else 1
+    columns, usual, sent = problem.dim + problem.dim_v, 1, math.inf
+    if team.size == 1:
+        sent = come(rows, key_rows, sight) * problem.batch * heads * columns * ITEMSIZE[problem.dtype]
+    if team.size * keys.size > 1 and pays:
+        usual = usual_groups(rows, sight, heads, of_q, 2 * columns * of_q, sent)
     return parts("groups", plan["groups"], usual, heads), parts("stretches", plan["stretches"], 1)
 
 

@@ -205,7 +205,7 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
     names: list[str] = [x for x in ("q", "dout", "out", "k", "v", "lse", "dlse") if x in asked.operands]
     xs = {name: asked.operands[name] for name in names}
     like = _of_wrt(asked)
-    of_arrays = {name: zeros(tuple(x.shape), x, None if _of_one_call(name, x) else wide(x)) for name, x in like.items()}
+    of_arrays = {name: zeros(tuple(x.shape), x, wide(x)) for name, x in like.items() if not _of_one_call(name, x)}
     _widen(asked)
     if asked.team.size == 1:
         _backward(part, xs, grads, of_arrays, like)
@@ -215,6 +215,8 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
             _backward(some, moved, into, of_arrays, like)
 
         _in_heads(part, xs, grads, run)
+    # (All ranks in one order. Of what is not there no call was about any.)
+    of_arrays = {name: of_arrays[name] if name in of_arrays else zeros(tuple(x.shape), x) for name, x in like.items()}
     if asked.reduce:
         for name, x in of_arrays.items():
             if name != "bias" or not _any(asked, own_rows(asked.arrays[name])):  # with rows of its own it is whole
@@ -266,7 +268,7 @@ def _backward(
             written.add(step.here, into[1:])
             for name, x in found.of_arrays.items():
                 if _of_one_call(name, like[name]):
-                    put(of_arrays[name][places[name]], x)
+                    _put_part(of_arrays, name, places[name], x, like[name])
                 else:
                     of_arrays[name][places.get(name, ...)] += x
         if whole:
@@ -348,6 +350,16 @@ def _any(asked: Asked, flag: bool) -> bool:
 def _of_one_call(name: str, x: Any) -> bool:
     """Whether each of its elements has its gradient from a single call: such sums are not wide."""
     return name == "bias" and len(x.shape) >= 3 and min(x.shape[-3:]) > 1
+
+
+def _put_part(found: dict[str, Any], name: str, place: tuple[slice, ...], x: Any, like: Any) -> None:
+    """What one call gives of an array of which no other gives the same elements. All of it is not copied."""
+    if name not in found and tuple(x.shape) == tuple(like.shape):
+        found[name] = x
+        return
+    if name not in found:
+        found[name] = zeros(tuple(like.shape), like)
+    put(found[name][place], x)
 
 
 def _rounded(x: Any, like: Any) -> Any:

@@ -21,6 +21,7 @@ GROUP_WORK = 1e11  # operations of a group of heads: some 0.2 ms of a GPU, in wh
 GROUP_ROWS = 1 << 16  # rows of a group's query heads in a call: some tiles for each multiprocessor
 HEADS_WORK = 2e12  # operations of a forward, some 3 ms of a GPU, for which the host's copies of heads pay
 GROUPS = 4  # more hide little more, and each begins and ends with idle multiprocessors
+GROUP_BYTES = 1 << 24  # of K and V that come to a rank for a group: 0.05 ms, about what a group more costs
 
 
 class Sight(Protocol):
@@ -180,6 +181,11 @@ def lighter(
     return "keys" if of_keys < of_heads or (of_keys == of_heads and not near) else "heads"
 
 
+def come(rows: Rows, key_rows: Rows, sight: Sight) -> float:
+    """How many keys come to the rank that gets most, in the exchange of keys."""
+    return fetched(rows, key_rows, sight) * (key_rows.length - min(key_rows.count(r) for r in range(rows.size)))
+
+
 @functools.lru_cache(maxsize=256)
 def fetched(rows: Rows, key_rows: Rows, sight: Sight) -> float:
     """The share of the keys that others hold that some rank's rows see."""
@@ -192,12 +198,14 @@ def fetched(rows: Rows, key_rows: Rows, sight: Sight) -> float:
     return most
 
 
-def usual_groups(rows: Rows, sight: Sight, heads: int, of_q: int, work: int) -> int:
+def usual_groups(rows: Rows, sight: Sight, heads: int, of_q: int, work: int, sent: float = math.inf) -> int:
     """Into how many groups a rank's key heads are cut: as many, all alike, as have enough to do for what the next one
-    needs to come, and fill a GPU. of_q: query heads of all batch entries; work: operations of a pair, of all these."""
+    needs to come, fill a GPU, and hide what is worth a group. of_q: query heads of all batch entries; work: operations
+    of a pair, of all these; sent: bytes of K and V that come to a rank."""
     calls = max(1, *(len(rows.local(r)) for r in range(rows.size)))
     by_work = int(work * reach(rows, sight) / rows.size / GROUP_WORK)
-    most = max(1, min(heads, GROUPS, by_work, of_q * rows.length // (rows.size * calls) // GROUP_ROWS))
+    by_rows = of_q * rows.length // (rows.size * calls) // GROUP_ROWS
+    most = max(1, int(min(heads, GROUPS, by_work, by_rows, sent // GROUP_BYTES)))
     return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
