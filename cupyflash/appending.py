@@ -64,8 +64,9 @@ def attention_append(
     k_new, v_new : (N, L, Hk, D) and (N, L, Hk, Dv), or (T, Hk, D) and (T, Hk, Dv)
         New rows, as many of each sequence as it has queries. They are not written to.
     k_cache, v_cache : (N, S, Hk, D) and (N, S, Hk, Dv); with page_table (pages, page, Hk, D) and (pages, page, Hk, Dv)
-        Of any strides; of 8 bits, float8_e4m3fn or int8, beside new rows of 16. They are written to, but in JAX, where
-        arrays are immutable; give them to `jax.jit` as donated.
+        Of any strides; of 8 bits, float8_e4m3fn or int8, beside new rows of 16. They are written to, and share
+        memory with no other argument, but new rows may lie in their own cache. In JAX, where arrays are immutable,
+        give them to `jax.jit` as donated.
     seqlens_k : (N,) int32 or int64
         Rows that each sequence has before the call: the first new row becomes row seqlens_k[n], counted from 0.
     cu_seqlens_q : (N + 1,) int32 or int64, optional
@@ -190,9 +191,9 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     arrays = _with_v(arrays)
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     writing.check_rows(views, asked.layout)
-    if lib.kind != "jax":  # whose arrays are not written to
-        writing.check_apart(views)
     if "slots" in arrays:
+        if lib.kind != "jax":  # whose arrays are not written to
+            writing.check_apart(views)
         done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check), asked.numbers)
         _keep(key, done, None, False)
         found = _changed(done, asked)
@@ -213,7 +214,10 @@ def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, k
     call = _call(lib, arrays, asked)
     adopted, targets = interop.adopt(lib, call.arrays, call.targets)
     seen = {name: interop.view(lib, argument_name(name), x) for name, x in adopted.items()}
-    problem, _ = state(seen, {name: lib.view(x) for name, x in targets.items()}, call.options, FORWARD)
+    into = {name: lib.view(x) for name, x in targets.items()}
+    problem, _ = state(seen, into, call.options, FORWARD)
+    if lib.kind != "jax":
+        writing.check_apart(views, into)
     given = {name: x for name, x in arrays.items() if turns or name != "q"}
     done = writing.behind(lib, given, views, problem, layout, asked.interleaved, call.check, asked.numbers)
     _keep(key, done, call.but(arrays={}) if attends else None, turns)

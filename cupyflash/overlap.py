@@ -10,23 +10,30 @@ import numpy as np
 from .problem import ITEMSIZE, View
 from .rules import argument_name, target_name
 
+Pairs = tuple[tuple[str, str], ...]
 _EFFORT = 10_000  # steps of NumPy's search; what it cannot decide in so many is let through
 
 
 def check_targets(targets: dict[str, View], inputs: dict[str, View]) -> None:
-    """ValueError, naming the argument, where an element of a target has the address of another's or of an input's."""
-    others = {argument_name(name): view for name, view in inputs.items()}
-    for name, target in targets.items():
-        where = target_name(name)
-        if overlaps_itself(target):
+    """`check_apart` of the targets of a pass, by the names that callers give them."""
+    written = {target_name(name): view for name, view in targets.items()}
+    check_apart(written, {argument_name(name): view for name, view in inputs.items()})
+
+
+def check_apart(written: dict[str, View], read: dict[str, View], moved: Pairs = ()) -> None:
+    """ValueError, naming the argument, where an element of what is written has the address of another's or of what is
+    read. `moved`: what may be written over what, by names, since that is read whole before."""
+    others = dict(read)
+    for name, view in written.items():
+        if overlaps_itself(view):
             raise ValueError(
-                f"{where} has shape {target.shape} and strides {target.strides}: elements share memory; it must be an "
-                "array of which each element has its own"
+                f"{name} has shape {view.shape} and strides {view.strides}: elements share memory; it must be an array "
+                "of which each element has its own"
             )
-        for other, view in others.items():
-            if overlap(target, view):
-                raise ValueError(f"{where} shares memory with {other}; it must have memory of its own")
-        others[where] = target
+        for other, x in others.items():
+            if (name, other) not in moved and overlap(view, x):
+                raise ValueError(f"{name} shares memory with {other}; it must have memory of its own")
+        others[name] = view
 
 
 def overlap(x: View, y: View) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any, NamedTuple
 
-from . import cached, caches
+from . import cached, caches, overlap
 from .call import Arrays
 from .interop.protocol import Library
 from .lengths import check_integers
 from .namespaces import namespace
-from .overlap import overlap, overlaps_itself
 from .problem import EIGHT, FLOATS, HALVES, OFFSETS, AttentionProblem, View, to_bshd
 from .rotary import check_tables, rotate
 
@@ -163,19 +162,13 @@ def check_rows(views: Views, layout: str) -> None:
             raise ValueError(f"{name} is on {view.device} but {where} is on {first.device}; all must be on one device")
 
 
-def check_apart(views: Views) -> None:
-    """ValueError where scales that each row gets would be written over each other, or over anything else."""
-    scales = [name for name in cached.SCALES if name in views and cached.of_rows(views[name], views["k_cache"])]
-    for name in (*scales, *(("k_cache", "v_cache") if scales else ())):
-        view = views[name]
-        if overlaps_itself(view):
-            raise ValueError(
-                f"{name} has shape {view.shape} and strides {view.strides}: elements share memory; it must be an array "
-                "of which each element has its own"
-            )
-        for other, x in views.items():
-            if other != name and overlap(view, x):
-                raise ValueError(f"{name} shares memory with {other}; it must have memory of its own, to be written to")
+def check_apart(views: Views, targets: Views | None = None) -> None:
+    """ValueError where what is written, caches, scales of rows and `targets` of the attention, shares memory with
+    anything else; but new rows may lie in their cache."""
+    of_rows = [name for name in cached.SCALES if name in views and cached.of_rows(views[name], views["k_cache"])]
+    written = {name: views[name] for name in ("k_cache", "v_cache", *of_rows)}
+    read = {name: x for name, x in views.items() if name not in written}
+    overlap.check_apart(written | (targets or {}), read, (("k_cache", "k_new"), ("v_cache", "v_new")))
 
 
 def _dtype_of_new(views: Views) -> str:

@@ -224,7 +224,7 @@ def test_scales_that_share_memory_are_refused_each_time(kernel: OnCpu) -> None:
     call(memory[2], memory[1])
     assert len(kernel.launches) == 2 and [x.dtype for x in kernel.told] == [caches.dtype, caches.dtype, "f4", "f4"] * 2
     caches[...] = 0
-    with pytest.raises(ValueError, match="^k_descale shares memory with v_descale"):
+    with pytest.raises(ValueError, match="^v_descale shares memory with k_descale"):
         call(memory[1], memory[1])
     assert not caches.any()
 

@@ -101,3 +101,39 @@ def test_caches_that_cannot_be_written() -> None:
     arguments["v_cache"].flags.writeable = False
     with pytest.raises(ValueError, match="^v_cache is read-only"):
         attention_append(**arguments)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("attends", [True, False])
+def test_what_is_written_has_memory_of_its_own(attends: bool, dtype: str, library: str) -> None:
+    """Else V would be written over K, or over what is read."""
+    put: Any = (lambda x: x) if library == "numpy" else pytest.importorskip("torch").from_numpy
+    memory = np.zeros(4 * 9 * 2 * 8, np.dtype(dtype))
+    at = {name: memory[n : n + 288].reshape(2, 9, 2, 8) for name, n in (("whole", 0), ("part", 144), ("own", 288))}
+    both = memory.reshape(2, 2, 9, 2, 8)  # K and V of a sequence side by side: apart
+    new = np.ones((2, 3, 2, 8), np.float16)
+    of_caches = memory.view(np.float16)[:96].reshape(2, 3, 2, 8)  # as many bytes into the caches
+    arrays = {"q": new if attends else None, "k_new": new, "v_new": new, "seqlens_k": np.array([2, 6])}
+    arrays |= {"k_cache": at["whole"], "v_cache": at["own"]}
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"v_cache": at["whole"]}, "^v_cache shares memory with k_cache; it must have memory of its own$"),
+        ({"v_cache": at["part"]}, "^v_cache shares memory with k_cache"),
+        ({"k_new": of_caches, "k_cache": at["own"], "v_cache": at["whole"]}, "^v_cache shares memory with k_new"),
+        ({"v_new": of_caches}, "^k_cache shares memory with v_new"),
+        ({"seqlens_k": memory.view(np.int64)[:2]}, "^k_cache shares memory with seqlens_k"),
+    ]
+    if attends:
+        changes += [({"q": of_caches}, "^k_cache shares memory with q"), ({"out": of_caches}, "^out shares memory")]
+    for change, message in changes:
+        given = {name: None if x is None else put(x) for name, x in (arrays | change).items()}
+        with pytest.raises(ValueError, match=message):
+            attention_append(**given)
+        assert not memory.any()
+    given = {name: None if x is None else put(x) for name, x in arrays.items()}
+    if library == "torch":
+        with pytest.raises(ValueError, match=r"^v_cache has shape .* and strides \(0, .*: elements share memory"):
+            attention_append(**given | {"v_cache": put(at["own"][:1]).expand(2, 9, 2, 8)})
+        assert not memory.any()
+    attention_append(**given | {"k_cache": put(both[:, 0]), "v_cache": put(both[:, 1])})
+    assert both[0, :, 2].all() and both[1, :, 6].all()
