@@ -14,7 +14,8 @@ from .problem import ARRAY_RULES, EIGHT, FLOAT8, FLOATS, HALVES, INPUTS, Attenti
 
 SCALES = ("k_descale", "v_descale")
 LARGEST = {FLOAT8: 448.0, "int8": 127.0}
-TAKEN = INPUTS, (*INPUTS, f"int8 beside q of {' or '.join(HALVES)}")  # dtypes of q, and of k and v
+_KEPT = (*INPUTS, f"int8 beside q of {' or '.join(HALVES)}")
+TAKEN = {"q": INPUTS, "k": _KEPT, "v": _KEPT}  # dtypes
 SMALLEST = 1e-30  # of scales that are made of rows
 
 

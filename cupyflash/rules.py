@@ -159,7 +159,7 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     given = {name: x for name, x in given.items() if name not in scales}
     for name, x in named.items():
         if x.dtype not in INPUTS and not (cache_dtype and name != "q"):
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(cached.TAKEN[name != 'q'])}")
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(cached.TAKEN[name])}")
         if not ragged and len(x.shape) not in (2, 3, 4):
             axes = "(batch, sequence, heads, dim)" if layout == "bshd" else "(batch, heads, sequence, dim)"
             folded = f"; fold axes before these into the batch: {name}.reshape(-1, *{name}.shape[-3:])"
