@@ -320,8 +320,8 @@ def _call(lib: Library, arrays: Arrays, asked: _Asked) -> Call:
 
 
 def _check_latent(latent: Any, arrays: Arrays) -> None:
-    """TypeError or ValueError where arrays are given that go with no `latent`."""
-    if check_latent(latent) is None:
+    """TypeError or ValueError where arrays are given that go with no `latent`, or with another."""
+    if (n := check_latent(latent)) is None:
         return
     for name in ("v_new", "v_cache", "rotary[0]"):
         if name in arrays:
@@ -332,6 +332,8 @@ def _check_latent(latent: Any, arrays: Arrays) -> None:
             f"k_cache has dtype {cached.name_of(arrays['k_cache'])}, and latent is {latent}; it must be of "
             "16 bits or more there"
         )
+    if (shape := tuple(getattr(arrays["k_cache"], "shape", ()))) and n > shape[-1]:
+        raise ValueError(f"latent is {n}; it must be at most the columns of k_cache, {shape[-1]}, shape {shape}")
 
 
 def _with_v(arrays: Arrays) -> Arrays:

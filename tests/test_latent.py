@@ -215,3 +215,23 @@ def test_what_is_wrong_of_appending(rng: np.random.Generator, change: dict[str, 
     with pytest.raises((TypeError, ValueError), match=f"^{error}"):
         attention_append(q, new, **given | {name: values[name] if x is True else x for name, x in change.items()})
     same([pool], [before])
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "compiled"])
+def test_who_writes_alone_is_told_too(rng: np.random.Generator, library: str) -> None:
+    """Where nobody attends, `latent` says that there is no V, and must be columns of K all the same."""
+    _, new, pool, _, _ = new_row(rng)
+    given: dict[str, Any] = {"k_new": new, "k_cache": pool, "slots": np.array([[3], [7], [9]])[: len(new)]}
+    append = attention_append
+    if library != "numpy":
+        torch = pytest.importorskip("torch")
+        given = {name: torch.from_numpy(x) for name, x in given.items()}
+        append = torch.compile(append, backend="eager", fullgraph=True) if library == "compiled" else append
+    before = pool.copy()
+    with pytest.raises(Exception, match="latent is 40; it must be at most the columns of k_cache, 24, shape"):
+        append(None, latent=40, **given)
+    with pytest.raises(Exception, match="latent is 0; it must be 1 or more"):
+        append(None, latent=0, **given)
+    same([pool], [before])
+    append(None, latent=N, **given)
+    assert (pool != before).any()
