@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from . import cached, dispatch, interop, writing
 from .api import attention
 from .call import Arrays, Call
-from .counts import check_latent
+from .counts import check_latent, told
 from .given import present, trace_score, with_check
 from .interop.protocol import Library
 from .lengths import asked_for
@@ -34,7 +34,13 @@ _OPTIONS = [row.name for row in OPTIONS if row.name not in _NOT_HERE]
 _ARRAYS = [row.name for row in ARRAYS if row.name not in _NOT_HERE]
 
 
-@renaming(k="k_cache", v="v_cache")
+def _compiled() -> bool:
+    """Whether a compiler of PyTorch's reads this."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+@renaming(_compiled, k="k_cache", v="v_cache")
 @sharing(attention, without=_NOT_HERE)
 def attention_append(
     q: Array | None,
@@ -326,14 +332,16 @@ def _check_latent(latent: Any, arrays: Arrays) -> None:
     for name in ("v_new", "v_cache", "rotary[0]"):
         if name in arrays:
             why = "k_new comes turned, where V is not" if name == "rotary[0]" else "V is the first columns of K"
-            raise ValueError(f"{name.partition('[')[0]} is given, and latent is {latent}; it must be None there: {why}")
+            name = name.partition("[")[0]
+            raise ValueError(f"{name} is given, and latent is {told(n)}; it must be None there: {why}")
     if cached.of_eight(arrays["k_cache"]):
         raise TypeError(
-            f"k_cache has dtype {cached.name_of(arrays['k_cache'])}, and latent is {latent}; it must be of "
+            f"k_cache has dtype {cached.name_of(arrays['k_cache'])}, and latent is {told(n)}; it must be of "
             "16 bits or more there"
         )
     if (shape := tuple(getattr(arrays["k_cache"], "shape", ()))) and n > shape[-1]:
-        raise ValueError(f"latent is {n}; it must be at most the columns of k_cache, {shape[-1]}, shape {shape}")
+        shape = told(shape)
+        raise ValueError(f"latent is {told(n)}; it must be at most the columns of k_cache, {shape[-1]}, shape {shape}")
 
 
 def _with_v(arrays: Arrays) -> Arrays:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
+
+
+def told(x: Any) -> Any:
+    """x as messages tell it: numbers that torch.compile has as symbols, of which it writes no text, are numbers."""
+    if isinstance(x, (tuple, list)):
+        found = [told(y) for y in x]
+        return found if isinstance(x, list) else tuple(found)
+    ((x, _),) = itertools.groupby([x], key=lambda y: y)  # it makes a number of a symbol here, and nearly nowhere else
+    return x
 
 
 def check_window(window: Any) -> tuple[int | None, int | None]:
@@ -11,7 +21,7 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(
-            f"window is {window!r}; it must be None or a pair (left, right) of key counts, None = unbounded"
+            f"window is {told(window)!r}; it must be None or a pair (left, right) of key counts, None = unbounded"
         )
     bounds: list[int | None] = []
     for side, n in zip(("left", "right"), window):
@@ -23,6 +33,7 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
             except TypeError:
                 raise TypeError(f"window's {side} bound is {n!r}; it must be an integer or None") from None
             if n < 0:
+                n = told(n)
                 raise ValueError(f"window's {side} bound is {n}; it must be 0 or more keys, or None for unbounded")
         bounds.append(n)
     return bounds[0], bounds[1]
@@ -40,8 +51,8 @@ def check_at(at: Any) -> tuple[int, int, int, int] | None:
         places = ()
     if len(places) != 4 or min(places) < 0 or max(places) >= 2**31:
         raise ValueError(
-            f"at is {at!r}; it must be None or four integers, where the first batch entry, head, query and key stand, "
-            "each 0 or more and less than 2**31"
+            f"at is {told(at)!r}; it must be None or four integers, where the first batch entry, head, query and key "
+            "stand, each 0 or more and less than 2**31"
         )
     return places
 
@@ -56,7 +67,7 @@ def check_latent(latent: Any) -> int | None:
     except TypeError:
         raise TypeError(f"latent is {latent!r}; it must be None or how many columns of k are V, an integer") from None
     if n < 1:
-        raise ValueError(f"latent is {n}; it must be 1 or more, the first columns of k that are V")
+        raise ValueError(f"latent is {told(n)}; it must be 1 or more, the first columns of k that are V")
     return n
 
 

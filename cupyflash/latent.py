@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .counts import check_latent
+from .counts import check_latent, told
 from .passes import FORWARD, Pass
 from .problem import EIGHT, View
 
@@ -18,7 +18,8 @@ def operands(latent: Any, v: Any) -> str:
     if latent is None:
         return "qkv"
     if v is not None:
-        raise ValueError(f"v is given, and latent is {latent}; it must be None there: V is the first columns of k")
+        n = told(latent)
+        raise ValueError(f"v is given, and latent is {n}; it must be None there: V is the first columns of k")
     return "qk"
 
 
@@ -28,13 +29,13 @@ def with_view(views: dict[str, View], options: Mapping[str, Any]) -> dict[str, V
     if n is None:
         return views
     if k.dtype in EIGHT:
-        raise TypeError(f"k has dtype {k.dtype}, and latent is {n}; it must be of 16 bits or more there")
+        raise TypeError(f"k has dtype {k.dtype}, and latent is {told(n)}; it must be of 16 bits or more there")
     if k.shape and n > k.shape[-1]:
-        raise ValueError(f"latent is {n}; it must be at most the columns of k, {k.shape[-1]}, shape {k.shape}")
+        raise ValueError(f"latent is {told(n)}; it must be at most the columns of k, {k.shape[-1]}, shape {k.shape}")
     return views | {"v": k._replace(shape=(*k.shape[:-1], n)) if k.shape else k}
 
 
 def refuse(latent: int | None, of: Pass) -> None:
     """TypeError for a derivative."""
     if latent is not None and of is not FORWARD:
-        raise TypeError(f"latent is {latent}, of which there is a forward alone; attention_{of} takes q, k and v")
+        raise TypeError(f"latent is {told(latent)}, of which there is a forward alone; attention_{of} takes q, k and v")

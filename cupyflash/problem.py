@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .counts import check_at, check_hint, check_latent, check_sms, check_window
+from .counts import check_at, check_hint, check_latent, check_sms, check_window, told
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD, Pass
 from .reals import positive, real
@@ -179,13 +179,14 @@ def check_scale(scale: Any) -> float | None:
 def _check_softcap(softcap: Any) -> float | None:
     value = real("softcap", softcap)
     if value is not None and value < 0:
-        raise ValueError(f"softcap is {value}; it must be more than 0, or None (or 0) for none")
+        raise ValueError(f"softcap is {told(value)}; it must be more than 0, or None (or 0) for none")
     return value or None
 
 
 def check_dropout(dropout: Any) -> float:
     value = real("dropout", dropout) or 0.0
     if not 0 <= value < 1:
+        value = told(value)
         raise ValueError(f"dropout is {value}; it must be a share of the probabilities, 0 or more and less than 1")
     return value
 

@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from .counts import told
+
 
 def real(name: str, x: Any) -> float | None:
     """The number that an option called `name` is; an array of no dimensions is one, too."""
@@ -22,7 +24,7 @@ def real(name: str, x: Any) -> float | None:
     except Exception as error:  # traced by JAX, vmapped by PyTorch: no number is there yet
         raise TypeError(_no_number(name, x)) from error
     if not -math.inf < value < math.inf:  # (math.isfinite takes no symbol of torch.compile's)
-        raise ValueError(f"{name} is {value}; it must be finite")
+        raise ValueError(f"{name} is {told(value)}; it must be finite")
     return value
 
 
@@ -62,5 +64,5 @@ def positive(name: str, x: Any) -> float:
     """One of which float32 has the inverse, too."""
     value = real(name, x)
     if value is None or not 1e-30 <= value <= 1e30:
-        raise ValueError(f"{name} is {value}; it must be more than 0, from 1e-30 to 1e+30")
+        raise ValueError(f"{name} is {told(value)}; it must be more than 0, from 1e-30 to 1e+30")
     return value

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import cached, latent, lengths, places
+from .counts import told
 from .layouts import doubt, of_layout
 from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
 from .problem import (
@@ -54,7 +55,7 @@ def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
     if seed is None:
         if not (type(dropout) is float and dropout == 0) and check_dropout(dropout):
             raise ValueError(
-                f"dropout is {dropout}, but seed is not given; it must be an integer, or an array that holds one"
+                f"dropout is {told(dropout)}, but seed is not given; it must be an integer, or an array that holds one"
             )
         return None, None
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):

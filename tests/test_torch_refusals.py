@@ -102,3 +102,35 @@ def test_float8_is_refused() -> None:
     bias = torch.randn(5, 5)
     with pytest.raises(TypeError, match="^q has dtype float8_e4m3fn, of which there is a forward alone"):
         jvp(lambda b: attention(q, q, q, bias=b, out_dtype="bfloat16"), (bias,), (bias,))
+
+
+# As a symbol of torch.compile's: what it is, and how it is given with tensors q, k.
+OF_SYMBOLS: list[tuple[float, Any, str]] = [
+    (4, lambda q, k, n: cupyflash.attention(q, k, latent=n), "latent is 4, of which there is a forward alone, but a"),
+    (4, lambda q, k, n: cupyflash.attention(q, k, k, latent=n), "v is given, and latent is 4; it must be None there"),
+    (0, lambda q, k, n: cupyflash.attention(q.detach(), k, latent=n), "latent is 0; it must be 1 or more"),
+    (9, lambda q, k, n: cupyflash.attention(q.detach(), k, latent=n), "latent is 9; it must be at most the columns"),
+    (3, lambda q, k, n: attention(q, k, k, window=(n, 1 - n)), "window's right bound is -2; it must be 0 or more keys"),
+    (3, lambda q, k, n: attention(q, k, k, window=(n, n, n)), r"window is \(3, 3, 3\); it must be None or a pair"),
+    (3, lambda q, k, n: attention(q, k, k, at=(n, n)), r"at is \(3, 3\); it must be None or four integers"),
+    (0.5, lambda q, k, n: attention(q, k, k, dropout=n), "dropout is 0.5, but seed is not given"),
+    (2.5, lambda q, k, n: attention(q, k, k, dropout=n, seed=1), "dropout is 2.5; it must be a share"),
+    (2.5, lambda q, k, n: attention(q, k, k, softcap=-n), "softcap is -2.5; it must be more than 0"),
+    (9, lambda q, k, n: append(k, latent=n), "latent is 9; it must be at most the columns of k_cache, 8, shape"),
+    (4, lambda q, k, n: append(k, v_new=k, latent=n), "v_new is given, and latent is 4; it must be None there"),
+    (2.5, lambda q, k, n: append(k, v_new=k, v_cache=k, k_descale=-n), "k_descale is -2.5; it must be more than 0"),
+]  # fmt: skip
+
+
+def append(k: Any, **given: Any) -> Any:
+    return cupyflash.attention_append(None, k, k_cache=k.clone(), seqlens_k=torch.zeros(2, dtype=torch.int32), **given)
+
+
+@pytest.mark.parametrize(("n", "call", "message"), OF_SYMBOLS, ids=range(len(OF_SYMBOLS)))
+def test_numbers_that_are_symbols_are_told_as_numbers(n: float, call: Any, message: str) -> None:
+    """PyTorch's compiler, which makes no text of them, says in its own error what ours is."""
+    torch._dynamo.reset()
+    q, k = Q.clone().requires_grad_(), K[:, :, :1].clone()
+    with pytest.raises(Exception, match=message):
+        torch.compile(call, fullgraph=True, dynamic=True, backend="eager")(q, k, n)
+    torch._dynamo.reset()

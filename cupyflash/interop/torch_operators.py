@@ -50,7 +50,8 @@ def _fake(of: Pass) -> Callable[..., Any]:
         call = Arguments(of, args)
         call.check()
         q = call.arrays["q"]
-        columns = call.options["latent"] or call.arrays["v"].shape[-1]
+        latent = call.options["latent"]
+        columns = call.arrays["v"].shape[-1] if latent is None else latent
         rows = tuple(q.shape[:-1])
         if call.options["layout"] == "bshd" and len(rows) > 1:
             rows = (*rows[:-2], rows[-1], rows[-2])
@@ -126,7 +127,8 @@ def _flops(of: Pass) -> Callable[..., int]:
         backward."""
         given = Arguments(of, args)
         q, k = (given.arrays[name].shape for name in "qk")
-        columns = given.options["latent"] or given.arrays["v"].shape[-1]
+        latent = given.options["latent"]
+        columns = given.arrays["v"].shape[-1] if latent is None else latent
         at = -3 if given.options["layout"] == "bshd" and len(k) > 2 else -2
         over_d, over_dv = products(of, rules.tangents_in(given.arrays))
         if lengths.stated(given.arrays):

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from .. import dispatch, interop
 from ..cached import name_of, of_eight
 from ..call import Arrays, Call
+from ..counts import told
 from ..passes import BACKWARD, FORWARD
 from ..rules import lasting
 from . import torch_derivatives, torch_levels, torch_nested, torch_operators, torch_schema
@@ -169,7 +170,7 @@ def _check_gradient(call: Call) -> None:
     arrays, latent = call.arrays, call.options["latent"]
     eight = next((name for name in "qk" if of_eight(arrays[name])), None)
     if eight or "page_table" in arrays or latent is not None:
-        what = f"latent is {latent}, of which" if latent is not None else "page_table is given, with which"
+        what = f"latent is {told(latent)}, of which" if latent is not None else "page_table is given, with which"
         what = f"{eight} has dtype {name_of(arrays[eight])}, of which" if eight else what
         raise TypeError(f"{what} there is a forward alone, but a gradient is wanted; call under torch.no_grad()")
 
