@@ -197,6 +197,8 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     arrays = _with_v(arrays)
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     writing.check_rows(views, asked.layout)
+    if interop.followed(lib, arrays["k_cache"]):
+        writing.check_mapped(lib, arrays)
     if "slots" in arrays:
         if lib.kind != "jax":  # whose arrays are not written to
             writing.check_apart(views)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, NamedTuple
 
-from . import cached, caches, overlap
+from . import cached, caches, interop, overlap
 from .call import Arrays
 from .interop.protocol import Library
 from .lengths import check_integers
@@ -164,11 +164,22 @@ def check_rows(views: Views, layout: str) -> None:
 
 def check_apart(views: Views, targets: Views | None = None) -> None:
     """ValueError where what is written, caches, scales of rows and `targets` of the attention, shares memory with
-    anything else; but new rows may lie in their cache."""
+    anything else; but new rows may lie in their cache. (Where vmap hides them addresses are not known, and 0.)"""
     of_rows = [name for name in cached.SCALES if name in views and cached.of_rows(views[name], views["k_cache"])]
-    written = {name: views[name] for name in ("k_cache", "v_cache", *of_rows)}
-    read = {name: x for name, x in views.items() if name not in written}
-    overlap.check_apart(written | (targets or {}), read, (("k_cache", "k_new"), ("v_cache", "v_new")))
+    named = {name: x for name, x in (views | (targets or {})).items() if x.ptr}
+    written = {name: named.pop(name) for name in ("k_cache", "v_cache", *of_rows, *(targets or ())) if name in named}
+    overlap.check_apart(written, named, (("k_cache", "k_new"), ("v_cache", "v_new")))
+
+
+def check_mapped(lib: Library, arrays: Arrays) -> None:
+    """ValueError where vmap maps what is written, or where, and not what it is written to."""
+    for of in "kv":
+        for name in (f"{of}_new", f"{of}_descale", *INTEGERS, "rotary[0]", "rotary[1]"):
+            if name in arrays and interop.mapped(lib, arrays[name]) and not interop.mapped(lib, arrays[f"{of}_cache"]):
+                raise ValueError(
+                    f"{name} is mapped by vmap and {of}_cache is not, so that all entries would write to one cache; "
+                    f"{of}_cache must be mapped, too"
+                )
 
 
 def _dtype_of_new(views: Views) -> str:
@@ -229,6 +240,8 @@ def _on_host(lib: Library, arrays: Arrays, views: Views, names: Any, check: bool
     """Arrays of integers as NumPy's, of int64: those on a CPU always, those on a device where a check is asked for."""
     device = views["k_cache"].device
     if any(not views[name].device for name in names) or not device or (device != "cpu" and not check):
+        return None
+    if not all(interop.held(lib, arrays[name]) for name in names):
         return None
     if lib.kind != "jax" and device != "cpu":
         from .gpu import values

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from test_torch_operators import DEVICES, GIVEN, drawn, leaves, loss, same
 
+from cupyflash import attention_append
 from cupyflash.torch import attention
 
 
@@ -120,3 +121,27 @@ def test_vmap_inside_a_compiler() -> None:
     q, k = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 7, 2, 8)
     function = torch.vmap(lambda q, k: attention(q, k, k, causal=True))
     same([torch.compile(function, fullgraph=True, backend="aot_eager")(q, k)], [function(q, k)])
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_vmap_of_appending(attends: bool) -> None:
+    """Lengths may be mapped, too; what all entries would write to one cache is refused by name."""
+    q, k, v = torch.randn(3, 3, 2, 1, 4, 8).unbind()
+    caches, filled = torch.randn(2, 3, 2, 6, 4, 8), torch.tensor([[1, 2], [3, 4], [0, 5]])
+
+    def step(q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, filled: Any) -> Any:
+        out = attention_append(q if attends else None, k, v, k_cache, v_cache, filled)
+        return k.sum() if out is None else out
+
+    for dims in ((0,) * 6, (0, 0, 0, 0, 0, None), (0, None, None, 0, 0, 0)):
+        given = [x if dim is not None else x[0] for x, dim in zip((q, k, v, *caches.clone(), filled), dims)]
+        alone = [x.clone() for x in given]
+        of_each = [[x if dim is None else x[n] for x, dim in zip(alone, dims)] for n in range(3)]
+        want = torch.stack([step(*x) for x in of_each])
+        same([torch.vmap(step, dims)(*given), *given[3:5]], [want, *alone[3:5]])
+    for dims, name in (((None, 0, None, None, None, None), "k_new"), ((None,) * 5 + (0,), "seqlens_k")):
+        given = [x if dim is not None else x[0].clone() for x, dim in zip((q, k, v, *caches, filled), dims)]
+        with pytest.raises(
+            ValueError, match=f"^{name} is mapped by vmap and k_cache is not, so that all entries would"
+        ):
+            torch.vmap(step, dims)(*given)

@@ -84,6 +84,17 @@ def followed(lib: Library | Adapter, x: Any) -> bool:
     return lib.kind == "torch" and cast(Any, lib).followed(x)
 
 
+def held(lib: Library | Adapter, x: Any) -> bool:
+    """Whether x itself has the numbers that a call on it is about, not one whose axis vmap has taken away, or whose
+    derivative is followed."""
+    return lib.kind != "torch" or not cast(Any, lib).wrapped(x)
+
+
+def mapped(lib: Library | Adapter, x: Any) -> bool:
+    """Whether PyTorch's vmap has taken an axis of x away."""
+    return lib.kind == "torch" and cast(Any, lib).mapped(x)
+
+
 def inlined(lib: Library) -> bool:
     """Whether torch.compile reads this code, in the place of Python that runs it."""
     return lib.kind == "torch" and cast(Any, lib).inlined()

@@ -97,6 +97,7 @@ recorded = torch_ops.recorded
 traced = torch_ops.traced
 append = torch_append.append
 inlined, followed = torch.compiler.is_dynamo_compiling, torch_ops.followed
+wrapped, mapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_batchedtensor
 
 
 def check_target(name: str, x: torch.Tensor) -> None:
