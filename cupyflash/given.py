@@ -10,7 +10,7 @@ from .call import Arrays, Call
 from .counts import check_at
 from .interop.protocol import Library
 from .lengths import asked_for, stated
-from .problem import INTEGERS
+from .problem import OFFSETS
 from .rules import score_of
 
 
@@ -38,8 +38,9 @@ def placed(at: Any, arrays: Arrays) -> tuple[int, ...] | None:
         return check_at(at)
     lib = interop.library("at", at)
     x = interop.view(lib, "at", at)
-    if x.dtype not in INTEGERS or x.shape != (4,):
-        raise TypeError(f"at is an array of {x.dtype} of shape {x.shape}; it must have four integers")
+    if x.dtype not in OFFSETS or x.shape != (4,):
+        dtypes = " or ".join(OFFSETS)
+        raise TypeError(f"at is an array of {x.dtype} of shape {x.shape}; it must have four integers of {dtypes}")
     if x.device == "cpu" and not interop.followed(lib, at):
         return check_at((*at.tolist(),))
     arrays["at"] = at

@@ -217,6 +217,9 @@ def test_at_in_jax() -> None:
     traced = jax.jit(lambda q, at: cupyflash.jax.attention(q, q, q, causal=True, at=at))
     for found in (numbers(q), traced(q, jax.numpy.array([0, 0, 16, 0]))):
         np.testing.assert_allclose(found, expected, atol=1e-6)
+    for dtype in ("uint32", "uint64"):  # as where kernels read it
+        with pytest.raises(TypeError, match=rf"^at is an array of {dtype} of .*; it must have four .* int32 or int64$"):
+            attention(*np.ones((3, 1, 16, 1, 8), "f4"), at=np.zeros(4, dtype))
     with pytest.raises(TypeError, match=r"at is an array of float32 of shape \(4,\); it must have four integers"):
         traced(q, jax.numpy.zeros(4))
 
