@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kernel_cover import GIVEN, problem
+from kernel_cover import GIVEN, in_8_bits, problem
 
 import cupyflash
 from cupyflash.gpu import device, source, tuned
@@ -99,6 +99,20 @@ def test_warps_share_a_tile_evenly() -> None:
             c = dict(trial.plan.constants)
             assert c["ROWS"] % (16 * c["WARPS"] // c["COLUMN_WARPS"]) == 0 and c["KEYS"] % (16 * c["COLUMN_WARPS"]) == 0
             assert c["ROWS"] * (c["DIM_V"] + c["KEYS"]) <= 32 * c["WARPS"] * 255  # its sums have room in the registers
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_tiles_that_would_not_compile_are_not_tried(dim: int) -> None:
+    """Of 8 bits a product takes 32 keys at once, and makes scores of 64 or more; two warps copy 1024 bytes at once."""
+    eight, double = in_8_bits(dim, "nothing", False), problem("float64", dim + 16)
+    keys = {dict(trial.plan.constants)["KEYS"] for trial in candidates(eight, H200, FORWARD, "sm90")}
+    assert {64, 96} <= keys <= {64, 96, 128, 192}
+    for asked, family, tile in ((eight, "sm90", (2, 80, 2, 1, 0)), (double, "sm80", (32, 16, 2, 1, 1, 1))):
+        own = plan(asked, H200, family=family)
+        fits = dim == 64 and family == "sm80"
+        assert (plan(asked, H200, family=family, tiles={family: tile}) != own) == fits  # one that is stored, too
+        tried = [trial.tile for trial in candidates(asked, H200, FORWARD, family)]
+        assert (tile in tried) == fits
 
 
 def test_tiles_of_hopper_tangents_come_out_even() -> None:

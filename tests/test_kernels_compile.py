@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from kernel_cover import FAMILY_ARCHS, cover, few, problems, some_problems, tile
+from kernel_cover import FAMILY_ARCHS, cover, few, in_8_bits, problems, some_problems, tile
 from kernel_cover import problem as of_usual_size
 
 from cupyflash.gpu import compiler
@@ -22,9 +22,10 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import ceil
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
 from cupyflash.gpu.source import generate
-from cupyflash.passes import PASSES
+from cupyflash.passes import FORWARD, PASSES
 from cupyflash.problem import ARRAYS, AttentionProblem
 from cupyflash.score import trace
+from cupyflash.tools.autotune import candidates
 
 pytest.importorskip("cuda.core")
 
@@ -121,6 +122,23 @@ def test_every_two_constants_meet_in_what_is_compiled(family: str) -> None:
     whole = [x for found in covering_set(family).values() for x in found.values()]
     assert set().union(*map(meeting, compiled)) >= set().union(*map(meeting, whole))
     assert len(compiled) < len(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "constant", "asked"),
+    [
+        *(("sm90", "KEYS", in_8_bits(dim, "nothing", False)) for dim in (64, 128)),
+        *(("sm80", "WARPS", of_usual_size("float64", dim)) for dim in (64, 128, 144)),
+    ],
+)  # fmt: skip
+def test_tiles_that_may_be_tried_compile(family: str, constant: str, asked: AttentionProblem) -> None:
+    """One for each value of what they differ in that not every kernel takes."""
+    trials = candidates(asked, Arch.of("sm_90a"), FORWARD, family)
+    chosen = {dict(trial.plan.constants)[constant]: trial.plan for trial in trials}
+    assert len(chosen) > 1
+    for made in chosen.values():
+        compiler.compile_uncached(generate(made), made.arch)
 
 
 def beyond_registers(used: Resources, declared: int) -> str | None:

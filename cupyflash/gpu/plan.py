@@ -97,7 +97,10 @@ def plan(
                 else:
                     tuned = {} if problem.batch_invariant else tiles or {}  # which follow from lengths
                     together = grouped(problem)
-                    made = room.plan(together or problem, arch, of, tuned.get(name))
+                    tile = tuned.get(name)
+                    if tile and not (of_pass := room.TILES[of]).possible(of_pass.tile(tile), problem):
+                        tile = None  # one that was not found for such a problem
+                    made = room.plan(together or problem, arch, of, tile)
                     made = dataclasses.replace(made, grouped=together is not None)
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:

@@ -173,12 +173,18 @@ def _of_size(t: Tile, problem: AttentionProblem, rows: int) -> bool:
     return ITEMSIZE[problem.dtype] == 8 or (t.rows >= rows and t.keys >= 32)
 
 
+def _copied(t: Tile, problem: AttentionProblem) -> bool:
+    """Do the threads copy a whole row at once, 16 bytes each (tile/shared.cuh)?"""
+    size = 8 if problem.dtype == "float64" else 2 * parts_of(problem.dtype)
+    return pad(max(problem.dim, problem.dim_v), 16) * size <= 16 * 32 * t.warps
+
+
 def _forward_possible(t: Tile, problem: AttentionProblem) -> bool:
     """Do the warps share the tile out evenly, and have its sums room in the registers?"""
     even = t.rows % (16 * t.warps // t.column_warps) == 0 and t.keys % (16 * t.column_warps) == 0
     sums = pad(problem.dim_v, 16) + parts_of(problem.dtype) * t.keys
     fits = t.rows * sums // (32 * t.warps) <= _registers(t, problem)
-    return even and fits and _of_size(t, problem, 64)
+    return even and fits and _copied(t, problem) and _of_size(t, problem, 64)
 
 
 def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
@@ -190,7 +196,7 @@ def _backward_possible(t: Tile, problem: AttentionProblem) -> bool:
     fits = t.keys * sums // (32 * t.warps) <= _registers(t, problem)
     if max(d, dv) > 256:  # one order of products, see WIDE in the kernel
         even = even and t.stages == 1 and t.column_warps > 1
-    return even and t.warps % down == 0 and fits and _of_size(t, problem, 32)
+    return even and t.warps % down == 0 and fits and _copied(t, problem) and _of_size(t, problem, 32)
 
 
 TILES = {

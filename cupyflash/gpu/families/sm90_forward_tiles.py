@@ -167,8 +167,11 @@ def busy(problem: AttentionProblem) -> bool:
 
 
 def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
-    """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes?"""
+    """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes? And of 8 bits
+    a product takes 32 keys at once, and makes scores of 64 or more."""
     columns = ceil(problem.dim_v, value_parts(problem))
+    if problem.dtype == FLOAT8 and (t.keys % 32 or t.keys < 64):
+        return False
     return t.registers <= 256 and t.keys * 3 // 4 + pad(columns, 16) // 2 <= t.registers - 32
 
 
