@@ -96,6 +96,12 @@ def strides(problem: AttentionProblem, name: str, x: View, layout: str) -> tuple
     return (batch, head, 0, row)
 
 
+def _over(xp: Any, x: Any, by: Any) -> Any:
+    """x / by, another divisor for each number: by one that is constant, or the same for a row, XLA does not divide, but
+    multiplies by its inverse, which is rounded another way."""
+    return x / xp.where(xp.isnan(x), x, by if hasattr(by, "shape") else xp.full_like(x, by))
+
+
 def quantised(xp: Any, x: Any, dtype: str, scale: Any) -> tuple[Any, Any]:
     """Rows (..., heads, D) of 16 bits in 8, and what these are multiplied by: `scale`, a number or one for each head;
     None: one for each row, with which its largest number is the dtype's.
@@ -107,11 +113,11 @@ def quantised(xp: Any, x: Any, dtype: str, scale: Any) -> tuple[Any, Any]:
 
     wide, largest = cast(x, xp.float32), LARGEST[dtype]
     if scale is None:
-        scale = xp.amax(xp.abs(wide), -1) / largest if x.shape[-1] else xp.zeros_like(wide.sum(-1))
+        scale = _over(xp, xp.amax(xp.abs(wide), -1), largest) if x.shape[-1] else xp.zeros_like(wide.sum(-1))
         scale = xp.where(scale < SMALLEST, xp.full_like(scale, SMALLEST), scale)
     by = scale[..., None] if hasattr(scale, "shape") else scale
     with np.errstate(all="ignore"):  # by 0, or of what is not finite
-        numbers = xp.clip(wide / by, -largest, largest)
+        numbers = xp.clip(_over(xp, wide, by), -largest, largest)
     if dtype == "int8":
         numbers = xp.round(xp.where(xp.isnan(numbers), xp.zeros_like(numbers), numbers))
         return cast(numbers, xp.int8), scale

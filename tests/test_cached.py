@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ragged import arguments
 from reference import DTYPES
 
 from cupyflash import Pages, attention, attention_append, attention_backward, attention_jvp
+from cupyflash.cached import quantised
 
 LENGTHS = [5, 0, 40, 24]
 FORMS: dict[str, dict[str, Any]] = {
@@ -416,3 +418,17 @@ def test_jax_refuses_gradients_of_new_rows(eight: str) -> None:
         with pytest.raises(TypeError, match="_new is written to caches of 8 bits, of which there is a forward alone"):
             jax.grad(of)(new)
     jax.grad(lambda x: step(jax.lax.stop_gradient(x)) + x.astype("f4").sum())(new)
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+@pytest.mark.parametrize("scale", [None, 0.3, 0.013, 1 / 3])
+def test_jax_rounds_as_numpy(scale: float | None, eight: str, rng: np.random.Generator) -> None:
+    """Near ties, too: XLA would multiply by the inverse of a divisor that many numbers have."""
+    jax = pytest.importorskip("jax")
+    for dtype in ("float16", "bfloat16"):
+        x = rng.standard_normal((1, 2000, 2, 64)).astype(DTYPES[dtype])
+        want = quantised(np, x, eight, scale)
+        of_jax = functools.partial(quantised, jax.numpy, dtype=eight, scale=scale)
+        for found in (of_jax(jax.numpy.asarray(x)), jax.jit(lambda x, run=of_jax: run(x))(x)):
+            np.testing.assert_array_equal(np.asarray(found[0]).view("u1"), want[0].view("u1"))
+            np.testing.assert_allclose(found[1], want[1], rtol=1e-7 if scale else 0)
