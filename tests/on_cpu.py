@@ -18,7 +18,7 @@ from reference import Standard, references, state
 from semantics import Inputs, dead_rows, draw_blocks, draw_inputs, spoil
 
 from cupyflash import cached
-from cupyflash.gpu import grouping
+from cupyflash.gpu import grouping, rounds
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
@@ -229,15 +229,16 @@ def run(
         strides |= {name: grouping.strides(problem.group, strides[name]) for name in ("q", "out")}
         problem = grouping.grouped(problem) or problem
     addresses = {name: x.pointer for name, x in given.items()} | dict(zip(KEYS, round_keys(seed or 0)))
-    params = Packer(kernels, problem, strides)([addresses.get(name, 0) for name in slots])
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.
     start = 1024 if "extern __shared__ __align__(1024)" in generate(kernels) else 1024 + 16
-    for x in kernels.launches:
-        cluster = dict(kernels.constants).get("CLUSTER", 1) if x.shared_memory else 1
-        how = Launch(x.grid, x.threads, cluster, in_flight, start, x.shared_memory, last_first)
-        wrong = launch(library, x.name, how, params, maps)
-        assert wrong is None, f"{x.name}: {wrong}"
+    for made in rounds.one_by_one(kernels):
+        params = Packer(made, problem, strides)([addresses.get(name, 0) for name in slots])
+        for x in made.launches:
+            cluster = dict(kernels.constants).get("CLUSTER", 1) if x.shared_memory else 1
+            how = Launch(x.grid, x.threads, cluster, in_flight, start, x.shared_memory, last_first)
+            wrong = launch(library, x.name, how, params, maps)
+            assert wrong is None, f"{x.name}: {wrong}"
     for name, array in given.items():
         array.check(name)
 

@@ -16,7 +16,7 @@ from cupy.cuda import driver, runtime
 
 from ..interop.protocol import GpuAdapter
 from ..problem import ITEMSIZE, AttentionProblem, View
-from . import early
+from . import early, rounds
 from .kernel_plan import KernelPlan
 from .params import Packer
 from .tensormap import Maps
@@ -77,12 +77,18 @@ class Launcher:
     ) -> None:
         self.device = ordinal
         self._functions = functions  # they keep their modules loaded
-        self._kernels = [
-            (function.ptr, launch.grid, launch.threads, launch.shared_memory, overlaps and launch.waits)
-            for function, launch in zip(functions, plan.launches)
+        found = {(x.name, x.shared_memory): function.ptr for function, x in zip(functions, plan.launches)}
+        self._rounds = [  # its Params, and its kernels
+            (
+                Packer(made, problem, strides),
+                [
+                    (found[x.name, x.shared_memory], x.grid, x.threads, x.shared_memory, overlaps and x.waits)
+                    for x in made.launches
+                ],
+            )
+            for made in rounds.one_by_one(plan)
         ]
-        self._params = Packer(plan, problem, strides)
-        self.slots: dict[str, int] = self._params.slots
+        self.slots: dict[str, int] = self._rounds[0][0].slots
         self._maps = Maps(plan, problem, strides) if plan.maps else None
         self._arguments = functools.lru_cache(_KEPT)(self._packed)
         self._mapped = [self.slots[box.array] for box in plan.maps]
@@ -114,21 +120,20 @@ class Launcher:
             if name in first._places:  # else it is empty
                 pointers[index] = workspace + first._places[name]
 
-    def _packed(self, pointers: tuple[int, ...]) -> Arguments:
-        params = self._params(pointers)
-        if self._maps is None:
-            return Arguments(params)
-        return Arguments(params, self._maps(*[pointers[i] for i in self._mapped]))
+    def _packed(self, pointers: tuple[int, ...]) -> list[Arguments]:
+        maps = () if self._maps is None else (self._maps(*[pointers[i] for i in self._mapped]),)
+        return [Arguments(params(pointers), *maps) for params, _ in self._rounds]
 
     def _launch(self, pointers: list[int], stream: int, follows: bool) -> None:
-        arguments = self._arguments(tuple(pointers))  # for which the driver is asked, too
+        packed = self._arguments(tuple(pointers))  # for which the driver is asked, too
         # By the driver: CuPy's functions look at every argument anew, for some 3 us of a launch.
-        for function, grid, threads, shared, waits in self._kernels:
-            if waits and follows:
-                early.launch(function, grid, threads, shared, stream, arguments.address)
-            else:
-                driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)
-            follows = True
+        for arguments, (_, kernels) in zip(packed, self._rounds):
+            for function, grid, threads, shared, waits in kernels:
+                if waits and follows:
+                    early.launch(function, grid, threads, shared, stream, arguments.address)
+                else:
+                    driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)
+                follows = True
 
 
 def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:

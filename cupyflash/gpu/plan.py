@@ -7,12 +7,14 @@ to object is chosen, and the objections of the others are kept for `explain`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..passes import FORWARD, Pass
 from ..places import WINDOW
 from ..problem import AttentionProblem
+from . import rounds
 from .array_gradient import Lengths
 from .device import Arch
 from .families import flash1, simt, sm80, sm90
@@ -100,7 +102,8 @@ def plan(
                     tile = tuned.get(name)
                     if tile and not (of_pass := room.TILES[of]).possible(of_pass.tile(tile), problem):
                         tile = None  # one that was not found for such a problem
-                    made = room.plan(together or problem, arch, of, tile)
+                    make = functools.partial(room.plan, arch=arch, of=of, tile=tile)
+                    made = rounds.divided(make(together or problem), problem, arch, make)
                     made = dataclasses.replace(made, grouped=together is not None)
                 blocks = max(x.grid for x in made.launches)
                 if blocks >= 2**31:
@@ -140,7 +143,7 @@ def with_tables(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:
         return made
     span = problem.seq_q + problem.seq_k + 2 * BEYOND
     lines = found.lines(problem.batch, problem.heads_q)
-    launch = Launch("attention_score_tables", lines * ceil(span, 128), 128)
+    launch = Launch("attention_score_tables", lines * ceil(span, 128), 128, once=True)
     space = Workspace("score_tables", problem.lse_dtype, (len(found.tabled), lines, span))
     numbers = (("score_span", span), ("score_origin", problem.seq_q + BEYOND), ("score_plane", lines * span))
     return dataclasses.replace(

@@ -305,6 +305,9 @@ def _on_gpu(
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
+    if chosen.rounds:
+        many = f"heads run in {len(chosen.rounds)} rounds of up to {chosen.rounds[0]} of k"
+        notes += (f"{many}, so that these alone take workspace: blocks are those of the first",)
     constants = dict(chosen.constants)
     if most := constants.get("SHARE_TILES", 0):
         keys = f"{most * constants['KEYS']} keys at most"
@@ -320,6 +323,9 @@ def _on_gpu(
     shape = rules.out_shape(views["q"].shape, problem)
     made = views["q"]._replace(shape=shape, strides=contiguous(shape), ptr=0)
     views = views | {name: made for name in ("dout", "out", "tout") if name in of.inputs}  # as a caller would make them
+    workspace: dict[str, int] = {}
+    for space in (space for made in reversed(planned) for space in made.workspace):
+        workspace[space.name] = max(space.nbytes, workspace.get(space.name, 0))
     kernels = []
     for launch, made_of in [(launch, x) for made, x in zip(planned, compiled) for launch in made.launches]:
         found = made_of.get(launch.name)
@@ -333,7 +339,7 @@ def _on_gpu(
         )  # fmt: skip
     return Explanation(
         problem, of.name, arch.name, chosen.family, dict(chosen.constants), tuple(kernels), flops, moved,
-        {space.name: space.nbytes for made in reversed(planned) for space in made.workspace},
+        workspace,
         _copies(problem, views, chosen), chosen.passed_over,
         notes,
     )  # fmt: skip

@@ -15,7 +15,10 @@ struct OfQueries : QueryTiles<config::ROWS> {
     }
     static constexpr bool ALL_LIVE = !config::KEY_MASK && !config::LEFT && !config::RIGHT;
     __device__ static bool live(const Params& p, const Head& head, int i) { return Pairs(p, head).sees(i); }
-    __device__ static long long row_number(const Params& p, const Head& head, int i) { return head.row_number(p, i); }
+    // Among the rows that are split at once.
+    __device__ static long long row_number(const Params& p, const Head& head, int i) {
+        return head.row_number(p, i) - Sequence::first_query_number(p, first_head(p));
+    }
 };
 struct OfKeys : KeyTiles<config::KEYS> {
     static constexpr bool IN_PAGES = config::PAGED;
@@ -27,7 +30,7 @@ struct OfKeys : KeyTiles<config::KEYS> {
     static constexpr bool ALL_LIVE = OfQueries::ALL_LIVE;
     __device__ static bool live(const Params& p, const Head& head, int j) { return Pairs(p, head).is_seen(j); }
     __device__ static long long row_number(const Params& p, const Head& head, int j) {
-        return head.key_row_number(p, j);
+        return head.key_row_number(p, j) - Sequence::first_key_number(p, first_head(p));
     }
 };
 

@@ -174,6 +174,14 @@ struct Sequence : Lengths<RAGGED> {
         return ((long long)batch * p.heads_k + head) * p.seq_k + j;
     }
 
+    // The first number there of a head, by that which it has among those of all sequences.
+    __device__ static long long first_query_number(const Params& p, int head) {
+        return (long long)head * (config::PACKED_Q ? p.rows_q : p.seq_q);
+    }
+    __device__ static long long first_key_number(const Params& p, int head) {
+        return (long long)head * (config::PACKED_K ? p.rows_k : p.seq_k);
+    }
+
     // What query number n of such an array is; behind the last one it is none.
     __device__ static QueryOf numbered_query(const Params& p, long long n) {
         if constexpr (config::PACKED_Q) {

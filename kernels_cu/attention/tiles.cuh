@@ -1,4 +1,5 @@
-// How the tiles of all heads are numbered: tile by tile of a head, head by head of a sequence.
+// How the tiles of all heads are numbered: tile by tile of a head, head by head of a sequence. Where heads run in rounds
+// (gpu/rounds.py) a launch knows those of its own alone: p.round_heads heads of K and V from number p.first_head on.
 #pragma once
 #include "attention/head.cuh"
 
@@ -30,20 +31,28 @@ struct QueryTiles {
     // What of a block mask they walk by.
     __device__ static const int* lists(const Params& p) { return p.key_lists; }
 
+    // The number of the round's first head.
+    __device__ static int first_head(const Params& p) { return config::ROUNDS ? p.first_head * group_of(p) : 0; }
     // How many a head has (of packed sequences: places for them), a head of a sequence, and how many there are in all.
     __device__ static int of_head(const Params& p) {
         return PACKED ? places_of<SIZE>(p, p.rows_q) : tiles_in(Sequence::most_queries(p), SIZE);
     }
     __device__ static int of(const Params& p, const Head& head) { return head.query_tiles<SIZE>(p); }
-    __device__ static int all_heads(const Params& p) { return PACKED ? p.heads_q : p.heads_q * p.batch; }
+    __device__ static int all_heads(const Params& p) {
+        if (config::ROUNDS) return p.round_heads * group_of(p);
+        return PACKED ? p.heads_q : p.heads_q * p.batch;
+    }
     __device__ static long long count(const Params& p) {
+        if (config::ROUNDS) return (long long)all_heads(p) * of_head(p);
         if (PACKED) return (long long)p.heads_q * of_head(p);
         return (long long)p.batch * p.heads_q * of_head(p);
     }
 
     __device__ static long long number(const Params& p, const Head& head, int tile) {
-        if constexpr (PACKED) return (long long)head.q * of_head(p) + head.first_query() / SIZE + head.number() + tile;
-        return ((long long)head.batch * p.heads_q + head.q) * of_head(p) + tile;
+        int first = first_head(p);
+        if constexpr (PACKED)
+            return (long long)(head.q - first) * of_head(p) + head.first_query() / SIZE + head.number() + tile;
+        return ((long long)head.batch * p.heads_q + head.q - first) * of_head(p) + tile;
     }
     // What has a place of packed sequences.
     __device__ static HeadTile placed(const Params& p, int place, int head) {
@@ -61,19 +70,26 @@ struct KeyTiles {
     __device__ static Head head(const Params& p, int batch, int head) { return Head::of_k(p, batch, head); }
     __device__ static const int* lists(const Params& p) { return p.query_lists; }
 
+    __device__ static int first_head(const Params& p) { return p.first_head; }
     __device__ static int of_head(const Params& p) {
         return PACKED ? places_of<SIZE>(p, p.rows_k) : tiles_in(Sequence::most_key_rows(p), SIZE);
     }
     __device__ static int of(const Params& p, const Head& head) { return tiles_in(head.key_rows(p), SIZE); }
-    __device__ static int all_heads(const Params& p) { return PACKED ? p.heads_k : p.heads_k * p.batch; }
+    __device__ static int all_heads(const Params& p) {
+        if (config::ROUNDS) return p.round_heads;
+        return PACKED ? p.heads_k : p.heads_k * p.batch;
+    }
     __device__ static long long count(const Params& p) {
+        if (config::ROUNDS) return (long long)all_heads(p) * of_head(p);
         if (PACKED) return (long long)p.heads_k * of_head(p);
         return (long long)p.batch * p.heads_k * of_head(p);
     }
 
     __device__ static long long number(const Params& p, const Head& head, int tile) {
-        if constexpr (PACKED) return (long long)head.k * of_head(p) + head.first_key() / SIZE + head.number() + tile;
-        return ((long long)head.batch * p.heads_k + head.k) * of_head(p) + tile;
+        int first = first_head(p);
+        if constexpr (PACKED)
+            return (long long)(head.k - first) * of_head(p) + head.first_key() / SIZE + head.number() + tile;
+        return ((long long)head.batch * p.heads_k + head.k - first) * of_head(p) + tile;
     }
     __device__ static HeadTile placed(const Params& p, int place, int head) {
         Packed at = find_keys(p, [=](int n, int begin) { return begin / SIZE + n <= place; });
@@ -90,9 +106,10 @@ __device__ inline Place place(int n, int tiles, int heads) { return {n % tiles, 
 // Which one a number says, of so many tiles of a head.
 template <class Tiles>
 __device__ HeadTile numbered(const Params& p, int n, int tiles) {
-    if constexpr (Tiles::PACKED) return Tiles::placed(p, n % tiles, n / tiles);
+    int number = n / tiles + Tiles::first_head(p);
+    if constexpr (Tiles::PACKED) return Tiles::placed(p, n % tiles, number);
     int heads = Tiles::heads(p);
-    int tile = n % tiles, head = n / tiles % heads, batch = n / tiles / heads;
+    int tile = n % tiles, head = number % heads, batch = number / heads;
     return {Tiles::head(p, batch, head), tile};
 }
 template <class Tiles>
@@ -102,6 +119,7 @@ __device__ HeadTile numbered(const Params& p, int n) {
 // Tile `tile` (or what has that place) of head number `head` of all.
 template <class Tiles>
 __device__ HeadTile of_all_heads(const Params& p, int head, int tile) {
+    head += Tiles::first_head(p);
     if constexpr (Tiles::PACKED) return Tiles::placed(p, tile, head);
     int heads = Tiles::heads(p);
     return {Tiles::head(p, head / heads, head % heads), tile};

@@ -1,0 +1,77 @@
+"""Heads in rounds: the launches of a plan are for some heads of K and V, and are repeated for the next ones, so that
+workspace is taken for those of one round. Kernels number the tiles of these alone (kernels_cu/attention/tiles.cuh), and
+no result depends on it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..problem import ITEMSIZE, AttentionProblem
+from .device import Arch
+from .kernel_plan import KernelPlan, ceil, query_numbers
+from .measured import number
+
+MOST = 64
+# Between rounds multiprocessors wait for the last tile. A round is reckoned to take no less than so many seconds, and
+# fills every multiprocessor so many times, the last time nearly; all together take no more than LOSS times one.
+SHORTEST, FEWEST_TIMES, LOSS = 2e-4, 2, 1.05
+
+
+def divided(
+    made: KernelPlan, problem: AttentionProblem, arch: Arch, make: Callable[[AttentionProblem], KernelPlan]
+) -> KernelPlan:
+    """A plan in rounds, where what it splits takes more memory than q; `make` plans a problem with fewer heads."""
+    heads = sizes(made, problem, arch)
+    if not heads:
+        return made
+    batch = 1 if problem.rows_q is None else problem.batch
+    first = make(replace(problem, batch=batch, heads_q=heads[0] * problem.group, heads_k=heads[0]))
+    if first.constants != made.constants or [x.name for x in first.launches] != [x.name for x in made.launches]:
+        return made  # which deals out keys otherwise
+    told = (("first_head", 0), ("round_heads", heads[0]))
+    return replace(
+        made, launches=first.launches, workspace=first.workspace, rounds=heads, scalars=(*made.scalars, *told)
+    )
+
+
+def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int, ...]:
+    """How many heads of K and V each round has: the fewest rounds of which none takes more workspace than q, or as many
+    as there may be; () where one is enough."""
+    grids = {x.name: x.grid for x in made.launches}
+    own = ITEMSIZE[problem.dtype] * math.prod(query_numbers(problem)) * problem.dim
+    taken = sum(x.nbytes for x in made.workspace)
+    # Of packed sequences a head has the rows of all; else heads are numbered over the batch.
+    packed = problem.rows_q is not None, problem.rows_k is not None
+    if "attention_split" not in grids or taken <= own or packed[0] != packed[1]:
+        return ()
+    total = problem.heads_k * (1 if packed[0] else problem.batch)
+    fewest, each = FEWEST_TIMES * int(dict(made.constants)["MIN_BLOCKS"]), grids[f"attention_{made.of}"] // total
+    seconds = problem.flops(made.of) / (arch.sms * number("sm80.rate_4"))
+    found: tuple[int, ...] = ()
+    for rounds in range(2, min(total, MOST, int(seconds / SHORTEST)) + 1):
+        size = ceil(total, rounds)
+        heads = (size,) * (total // size) + ((total % size,) if total % size else ())
+        tiles = [ceil(n * each, arch.sms) for n in heads]  # of the busiest multiprocessor
+        if min(tiles) >= fewest and sum(tiles) <= LOSS * ceil(total * each, arch.sms):
+            found = heads
+            if taken * size <= own * total:
+                break
+    return found
+
+
+def one_by_one(plan: KernelPlan) -> list[KernelPlan]:
+    """The plan of each round; of one that has none itself."""
+    found, first = [], 0
+    for heads in plan.rounds:
+        told = {"first_head": first, "round_heads": heads}
+        launches = [
+            x if x.once else replace(x, grid=x.grid * heads // plan.rounds[0])
+            for x in plan.launches
+            if first == 0 or not x.once
+        ]
+        scalars = [(name, told.get(name, value)) for name, value in plan.scalars]
+        found.append(replace(plan, launches=tuple(launches), scalars=tuple(scalars)))
+        first += heads
+    return found or [plan]

@@ -1,0 +1,207 @@
+"""Heads in rounds: when, how many, what memory they take, and what is launched for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_cover import SCORE, problem
+
+from cupyflash.gpu import rounds
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.kernel_plan import KernelPlan
+from cupyflash.gpu.plan import plan
+from cupyflash.gpu.plans import plans
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, Pass
+from cupyflash.problem import AXES, AttentionProblem, Given, View
+
+H200, A100 = Arch.of("sm_90a"), Arch.of("sm_80")
+CAUSAL: dict[str, Any] = {"causal": "bottom_right", "right": 0}
+LONG = (4096, 8192, 16384)
+
+
+def asked(of: Pass, seq: int, dim: int = 64, **fields: Any) -> AttentionProblem:
+    moved = tuple(Given(name, "float32", ()) for name in "qkv") if of.moved else ()
+    sizes = {"heads_q": 16, "heads_k": 16, "seq_q": seq, "seq_k": seq, "tangents": moved}
+    return problem(**{"dtype": "float32", "dim": dim, **sizes, **fields})
+
+
+def at_once(state: AttentionProblem, of: Pass, monkeypatch: pytest.MonkeyPatch, arch: Arch = H200) -> KernelPlan:
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "sizes", lambda *_: ())
+        return plan(state, arch, of)
+
+
+def taken(made: KernelPlan, state: AttentionProblem) -> float:
+    """Workspace, in times q."""
+    q = 4 * state.batch * state.heads_q * state.seq_q * state.dim
+    return sum(x.nbytes for x in made.workspace) / q
+
+
+@pytest.mark.parametrize("of", PASSES.values(), ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [{}, CAUSAL], ids=["full", "causal"])
+def test_workspace_of_float32_beside_q(of: Pass, dim: int, mask: dict[str, Any]) -> None:
+    """Of long sequences less than q itself, or nearly so; all heads at once take 3 to 8 times that."""
+    for seq in LONG:
+        state = asked(of, seq, dim, **mask)
+        most = {4096: 2.05, 8192: 1.05, 16384: 1.0}[seq]
+        assert taken(plan(state, H200, of), state) < most, seq
+
+
+@pytest.mark.parametrize("of", PASSES.values(), ids=str)
+@pytest.mark.parametrize("fields", [
+    {}, {"heads_k": 4}, {"batch": 3, "heads_q": 12, "heads_k": 6, "deterministic": True},
+    {"given": (Given("cu_seqlens_q", "int32", ()), Given("cu_seqlens_k", "int32", ())), "batch": 5, "rows_q": 20000,
+     "rows_k": 20000},
+])  # fmt: skip
+def test_rounds_have_each_head_once(of: Pass, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches together are those of all heads at once, in as many blocks; memory is that of the largest round."""
+    state = asked(of, 8192, **fields)
+    whole, made = at_once(state, of, monkeypatch), plan(state, H200, of)
+    turns = rounds.one_by_one(made)
+    assert len(turns) == len(made.rounds) > 1 and not whole.rounds
+    assert (made.constants, made.spills, made.lists) == (whole.constants, whole.spills, whole.lists)
+    told = [dict(x.scalars) for x in turns]
+    total = state.heads_k * (1 if state.rows_q else state.batch)
+    ends = [x["first_head"] + x["round_heads"] for x in told]
+    assert [x["first_head"] for x in told] == [0, *ends[:-1]] and ends[-1] == total
+    for n, launch in enumerate(whole.launches):
+        assert {x.launches[n].name for x in turns} == {launch.name}
+        assert sum(x.launches[n].grid for x in turns) == launch.grid
+    of_whole = {x.name: x for x in whole.workspace}
+    for x in made.workspace:
+        more = 4 if x.name == "counters" and x.nbytes else 0  # the ticket
+        assert (x.nbytes - more) * total == (of_whole[x.name].nbytes - more) * made.rounds[0]
+
+
+UNDIVIDED: dict[str, tuple[Pass, dict[str, Any]]] = {
+    "short": (JVP, {"seq_q": 1024, "seq_k": 1024}),
+    "atoms": (BACKWARD_JVP, {"batch": 64, "seq_q": 64, "seq_k": 64, "dim": 16, "heads_q": 8, "heads_k": 8}),
+    "few heads": (BACKWARD, {"batch": 1, "heads_q": 1, "heads_k": 1}),
+    "one head of k": (JVP, {"batch": 1, "heads_k": 1}),
+    "few queries": (FORWARD, {"seq_q": 16}),
+    "bfloat16": (BACKWARD, {"dtype": "bfloat16"}),
+    "float64": (BACKWARD_JVP, {"dtype": "float64"}),
+    "heads numbered in two ways": (BACKWARD, {"given": (Given("cu_seqlens_k", "int32", ()),), "rows_k": 9000}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNDIVIDED)
+def test_what_runs_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, fields = UNDIVIDED[case]
+    state = asked(of, 8192, **fields)
+    if fields.get("dtype"):
+        state = replace(state, tangents=tuple(x._replace(dtype=state.dtype) for x in state.tangents))
+    made = plan(state, H200, of)
+    assert not made.rounds and made == at_once(state, of, monkeypatch)
+    assert rounds.one_by_one(made) == [made]
+
+
+def test_multiprocessors_are_filled_as_by_all_at_once() -> None:
+    """Twice at least, and the last time nearly, whatever number of heads and multiprocessors there is."""
+    divided = 0
+    for sms in (60, 108, 114, 132, 144):
+        for heads in (6, 7, 16, 25, 40):
+            for of in PASSES.values():
+                made = plan(asked(of, 5000, batch=3, heads_q=heads, heads_k=heads), replace(H200, sms=sms), of)
+                blocks = int(dict(made.constants)["MIN_BLOCKS"])
+                grids = [x.launches[[y.name for y in x.launches].index(f"attention_{of}")].grid
+                         for x in rounds.one_by_one(made)]  # fmt: skip
+                tiles = [math.ceil(n / sms) for n in grids]  # of the busiest
+                divided += len(tiles) > 1
+                assert len(tiles) == 1 or min(tiles) >= 2 * blocks
+                assert sum(tiles) <= rounds.LOSS * math.ceil(sum(grids) / sms)
+    assert divided > 50
+
+
+def test_a_rounds_shares_are_those_of_all() -> None:
+    """Where fewer heads would have their keys dealt out, which makes other sums, all run at once."""
+    state = asked(FORWARD, 8192)
+    made = plan(state, H200)
+    assert made.rounds
+
+    def dealt(asked: AttentionProblem) -> KernelPlan:
+        return replace(plan(asked, H200), constants=(*made.constants, ("SHARES", True)))
+
+    whole = replace(made, rounds=(), scalars=made.scalars[:-2])
+    big = replace(whole, workspace=tuple(replace(x, shape=(8 * x.shape[0], *x.shape[1:])) for x in whole.workspace))
+    big = replace(big, launches=tuple(replace(x, grid=8 * x.grid) for x in big.launches))
+    assert rounds.sizes(big, state, H200) and rounds.divided(big, state, H200, dealt) is big
+
+
+def test_a_score_is_tabled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables are of all heads."""
+    state = asked(BACKWARD, 8192, score=SCORE)
+    made, whole = plan(state, H200, BACKWARD), at_once(state, BACKWARD, monkeypatch)
+    first, *others = rounds.one_by_one(made)
+    assert others and first.launches[0] == whole.launches[0] and first.launches[0].name == "attention_score_tables"
+    assert all(x.launches[0].name == "attention_split" for x in others)
+    tables = [next(x for x in y.workspace if x.name == "score_tables") for y in (made, whole)]
+    assert tables[0] == tables[1]
+
+
+def test_gradients_of_arrays_find_nothing_of_a_round() -> None:
+    """What is left there is of the last heads."""
+    state = asked(BACKWARD, 1000, 32, given=(Given("bias", "float32", AXES),))
+    view = View((1, 16, 1000, 1000), (0,) * 4, "float32", "cuda:0", "cupy")
+    first, of_bias = plans(state, A100, BACKWARD, wrt=("bias",), views={"bias": view})
+    assert first is not None and of_bias is not None and "q_halves" in of_bias.found
+    alone = replace(of_bias, launches=(*first.launches[:1], *of_bias.launches), found=())
+    assert alone.after(first).found and alone.after(replace(first, rounds=(20, 12))) == alone
+    long = asked(BACKWARD, 8192, 32, given=state.given)
+    view = view._replace(shape=(1, 16, 8192, 8192))
+    first, of_bias = plans(long, H200, BACKWARD, wrt=("bias",), views={"bias": view})
+    assert first is not None and of_bias is not None and first.rounds and not of_bias.rounds and not of_bias.found
+
+
+def test_explain_tells_of_rounds() -> None:
+    import cupyflash
+
+    told = cupyflash.explain((2, 8192, 16, 64), dtype="float32", arch="sm_90a", of="backward")
+    assert any("heads run in 8 rounds of up to 4 of k" in x for x in told.notes)
+    assert sum(told.workspace.values()) < 4 * 2 * 8192 * 16 * 64
+    told = cupyflash.explain((2, 512, 16, 64), dtype="float32", arch="sm_90a", of="backward")
+    assert not any("rounds" in x for x in told.notes)
+
+
+def test_all_rounds_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, with the same pointers and memory, each with its heads."""
+    pytest.importorskip("cupy")
+    from stand_in_cuda import Cuda
+
+    from cupyflash.gpu import launch, params
+
+    cuda = Cuda(monkeypatch)
+    state = asked(BACKWARD, 8192)
+    made = plan(state, H200, BACKWARD)
+    functions = [SimpleNamespace(ptr=1000 + n) for n, _ in enumerate(made.launches)]
+    launcher = launch.Launcher(made, functions, state, {}, 0)
+    assert sum(x.nbytes for x in made.workspace) <= launcher.workspace < 4 * 2 * 8192 * 16 * 64
+    for _ in range(2):
+        launcher([256] * len(launcher.slots), 77, 1 << 40)
+    assert [x.function for x in cuda.launches] == [1000, 1001, 1002, 1003] * len(made.rounds) * 2
+    layout = params.layout(made)
+    records = [np.frombuffer(x.parameter(0, layout.itemsize), layout)[0] for x in cuda.launches]
+    told = [(x["first_head"], x["round_heads"]) for x in records[: len(records) // 2 : 4]]
+    assert told == [(4 * n, 4) for n in range(8)]
+    assert len({int(x["q_halves"]) for x in records}) == 1 and {int(x["dq"]) for x in records} == {256}
+
+
+@pytest.mark.parametrize(("arch", "of", "dim"), [
+    pytest.param(arch, of, dim, marks=() if (arch, of, dim) == ("sm_90a", JVP, 64) else pytest.mark.slow)
+    for arch in ("sm_80", "sm_90a") for of in PASSES.values() for dim in (64, 128)
+])  # fmt: skip
+def test_kernels_in_rounds_compile_without_undeclared_spills(arch: str, of: Pass, dim: int) -> None:
+    pytest.importorskip("cuda.core")
+    from test_kernels_compile import compile_all
+
+    from cupyflash.gpu.source import generate
+
+    made = plan(asked(of, 16384, dim, **CAUSAL), Arch.of(arch), of)
+    assert made.rounds and "constexpr bool ROUNDS = true;" in generate(made)
+    compile_all({generate(made): made})
