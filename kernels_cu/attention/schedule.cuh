@@ -65,8 +65,8 @@ struct Schedule {
         return ORDER == Order::LONGEST_FIRST ? Visits::nth(p, head, Tiles::lists(p), tiles, n) : n;
     }
 
-    // Between the rounds that heads run in (config::ROUNDS) multiprocessors wait for the last tile: then those that take
-    // longest come first, of all heads of the round.
+    // Between rounds (gpu/rounds.py) multiprocessors wait for the last tile: those that take longest come first, of all
+    // heads of the round.
     __device__ HeadTile tile(int n) const { return tile(n, config::ROUNDS ? Tiles::all_heads(p) : 1); }
     __device__ HeadTile tile(int n, int together) const {
         if (ORDER != Order::LONGEST_FIRST && !IN_ROUNDS) {

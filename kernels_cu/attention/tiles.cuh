@@ -1,5 +1,5 @@
-// How the tiles of all heads are numbered: tile by tile of a head, head by head of a sequence. Where heads run in rounds
-// (gpu/rounds.py) a launch knows those of its own alone: p.round_heads heads of K and V from number p.first_head on.
+// How the tiles of all heads are numbered: tile by tile of a head, head by head of a sequence. Of heads in rounds
+// (gpu/rounds.py) those of one alone have tiles: p.round_heads heads of K and V, from number p.first_head on.
 #pragma once
 #include "attention/head.cuh"
 
