@@ -13,6 +13,7 @@ from kernel_cover import SCORE, problem
 
 from cupyflash.gpu import rounds
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import shares
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.plans import plans
@@ -119,19 +120,20 @@ def test_multiprocessors_are_filled_as_by_all_at_once() -> None:
     assert divided > 50
 
 
-def test_a_rounds_shares_are_those_of_all() -> None:
-    """Where fewer heads would have their keys dealt out, which makes other sums, all run at once."""
+def test_keys_are_dealt_out_for_all_heads_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of fewer heads would make other sums, and rows of shares are numbered over all heads."""
     state = asked(FORWARD, 8192)
-    made = plan(state, H200)
-    assert made.rounds
+    assert plan(state, H200).rounds
+    few: list[int] = []
 
-    def dealt(asked: AttentionProblem) -> KernelPlan:
-        return replace(plan(asked, H200), constants=(*made.constants, ("SHARES", True)))
+    def dealt(problem: AttentionProblem, *_: Any) -> shares.Dealt:
+        return shares.Dealt(few[0] if problem.heads_k * problem.batch < 32 else few[1], 0.0)
 
-    whole = replace(made, rounds=(), scalars=made.scalars[:-2])
-    big = replace(whole, workspace=tuple(replace(x, shape=(8 * x.shape[0], *x.shape[1:])) for x in whole.workspace))
-    big = replace(big, launches=tuple(replace(x, grid=8 * x.grid) for x in big.launches))
-    assert rounds.sizes(big, state, H200) and rounds.divided(big, state, H200, dealt) is big
+    monkeypatch.setattr(shares, "shares", dealt)
+    for few[:] in ([2, 1], [1, 2], [2, 2], [3, 2]):
+        made = plan(state, H200)
+        assert not made.rounds and made == at_once(state, FORWARD, monkeypatch)
+        assert dict(made.scalars)["shares"] == few[1]
 
 
 def test_a_score_is_tabled_once(monkeypatch: pytest.MonkeyPatch) -> None:

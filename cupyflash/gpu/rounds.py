@@ -28,8 +28,8 @@ def divided(
         return made
     batch = 1 if problem.rows_q is None else problem.batch
     first = make(replace(problem, batch=batch, heads_q=heads[0] * problem.group, heads_k=heads[0]))
-    if first.constants != made.constants or [x.name for x in first.launches] != [x.name for x in made.launches]:
-        return made  # which deals out keys otherwise
+    if (first.constants, first.scalars) != (made.constants, made.scalars):
+        return made  # alone they would have their keys dealt out in shares, which makes other sums
     told = (("first_head", 0), ("round_heads", heads[0]))
     return replace(
         made, launches=first.launches, workspace=first.workspace, rounds=heads, scalars=(*made.scalars, *told)
@@ -44,7 +44,9 @@ def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int,
     taken = sum(x.nbytes for x in made.workspace)
     # Of packed sequences a head has the rows of all; else heads are numbered over the batch.
     packed = problem.rows_q is not None, problem.rows_k is not None
-    if "attention_split" not in grids or taken <= own or packed[0] != packed[1]:
+    if "attention_split" not in grids or "attention_combine" in grids:  # rows of shares are numbered over all heads
+        return ()
+    if taken <= own or packed[0] != packed[1]:
         return ()
     total = problem.heads_k * (1 if packed[0] else problem.batch)
     fewest, each = FEWEST_TIMES * int(dict(made.constants)["MIN_BLOCKS"]), grids[f"attention_{made.of}"] // total
