@@ -106,10 +106,10 @@ __device__ inline Place place(int n, int tiles, int heads) { return {n % tiles, 
 // Which one a number says, of so many tiles of a head.
 template <class Tiles>
 __device__ HeadTile numbered(const Params& p, int n, int tiles) {
-    int number = n / tiles + Tiles::first_head(p);
-    if constexpr (Tiles::PACKED) return Tiles::placed(p, n % tiles, number);
+    n += Tiles::first_head(p) * tiles;
+    if constexpr (Tiles::PACKED) return Tiles::placed(p, n % tiles, n / tiles);
     int heads = Tiles::heads(p);
-    int tile = n % tiles, head = number % heads, batch = number / heads;
+    int tile = n % tiles, head = n / tiles % heads, batch = n / tiles / heads;
     return {Tiles::head(p, batch, head), tile};
 }
 template <class Tiles>
