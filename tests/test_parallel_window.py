@@ -10,12 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from copies_on_cpu import by_kernel, by_numpy
+from cuda_on_cpu import needs_compiler
 from reference import fresh_rng
 
 from cupyflash import attention, attention_backward, block_mask, parallel
+from cupyflash.gpu.copies import Copies
 from cupyflash.parallel import Rows, asked, run
 
 POISON = 0xFF  # a float of such bytes is NaN
+
+
+def address_of(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])
 
 
 class Memory:
@@ -30,6 +37,8 @@ class Memory:
 class Window:
     """As `parallel.window.Window`, of NumPy's arrays. Copies beside what computes are made at the last moment; in each
     call memory is new, and poisoned."""
+
+    copied = staticmethod(by_numpy)
 
     def __init__(self, memory: Memory, rank: int) -> None:
         self._memory, self._rank, self.calls = memory, rank, 0
@@ -50,15 +59,22 @@ class Window:
         assert offset % 16 == 0 and offset + count <= len(self._memory.of[rank])
         return self._memory.of[rank][offset : offset + count].view(kind).reshape(shape)
 
-    @staticmethod
-    def address(x: np.ndarray) -> int:
-        assert x.flags.c_contiguous
-        return x.ctypes.data
+    @property
+    def places(self) -> list[int]:
+        return [address_of(x) for x in self._memory.of]
 
     @staticmethod
-    def put(parts: Sequence[tuple[np.ndarray, Any, np.ndarray, Any]]) -> None:
-        for target, at, x, of in parts:
-            target[at] = x[of]
+    def address(x: np.ndarray) -> int:
+        return address_of(x)
+
+    def put(self, copies: Copies, addresses: Sequence[int]) -> None:
+        for x in copies.pieces:
+            for side in (x.to, x.source) if 0 not in x.lengths else ():
+                first = addresses[side.array] + side.at
+                end = first + sum((n - 1) * stride for n, stride in zip(x.lengths, side.strides)) + x.itemsize
+                for begin, size in ((address_of(y), len(y)) for y in self._memory.of):
+                    assert not begin <= first < begin + size or end <= begin + size
+        self.copied(copies, addresses)
 
     def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         assert all(rank != self._rank for rank, _, _, _ in parts)
@@ -211,26 +227,57 @@ def test_teams_with_more_rows_or_no_memory_hand_over_as_many_heads(
         np.testing.assert_allclose(rows.join(list(parts)), x, atol=1e-12)
 
 
-@pytest.mark.parametrize("dim", [64, 12, 9])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_parts_are_copied_whatever_they_are_made_of(dtype: str, dim: int) -> None:
-    """By words where they can be: a part of heads, rows that begin anywhere, none, and no part at all."""
-    torch = pytest.importorskip("torch")
-    put = pytest.importorskip("cupyflash.parallel.window").Window.put
-    rng, every = fresh_rng(), slice(None)
-    x, y = (torch.from_numpy(rng.standard_normal((2, 9, 6, dim)).astype(dtype)) for _ in range(2))
-    found, lse = torch.zeros_like(x), torch.zeros(2, 9, 6, 1)
-    of_lse = torch.from_numpy(rng.standard_normal((2, 6, 9)).astype("float32")).swapaxes(1, 2)[..., None]
-    put([])
-    put([
-        (found, (every, slice(2, 5)), x, (every, slice(0, 3))),
-        (found, (every, slice(5, 9), slice(2, 4)), y[..., 1:4, :], (every, slice(1, 5), slice(0, 2))),
-        (found, (every, slice(0, 0)), y, (every, slice(3, 3))),
-        (lse, (every, slice(0, 9)), of_lse, (every, slice(0, 9))),
-    ])  # fmt: skip
-    expected = torch.zeros_like(x)
-    expected[:, 2:5], expected[:, 5:9, 2:4] = x[:, :3], y[:, 1:5, 1:3]
-    assert torch.equal(found, expected) and torch.equal(lse, of_lse)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("size", "window"), [(2, (50, 0)), (3, (50, 0)), (3, None)])
+def test_rows_that_others_alone_see_are_packed_at_once_or_sent_as_they_are(
+    size: int, window: Any, groups: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all batch entries and for all ranks; where rows lie side by side, from where they are."""
+    length, how = 96 * size, {"causal": True, "window": window, "layout": layout}
+    rows, heads_first = Rows.contiguous(length, size), layout == "bhsd"
+    key_rows = Rows(length, rows.chunks[1:] + rows.chunks[:1])
+    q, k, v, dout = (fresh_rng().standard_normal((2, length, 4, 8)) for _ in range(4))
+    whole = [np.ascontiguousarray(x.swapaxes(1, 2)) if heads_first else x for x in (dout, q, k, v)]
+    out, lse = attention(*whole[1:], return_lse=True, **how)
+    expected = [out, *attention_backward(*whole, out, lse, **how)]
+    memory, axis, made = Memory(size), 2 if heads_first else 1, []
+
+    def copied(copies: Copies, addresses: Sequence[int]) -> None:
+        made.append([x for x in copies.pieces if x.to.array != 0])  # not where they are computed with
+        by_numpy(copies, addresses)
+
+    monkeypatch.setattr(Window, "copied", staticmethod(copied))
+
+    def work(plain: Any) -> Any:
+        group, given = Near(plain, memory), how | {"rows": rows, "key_rows": key_rows, "groups": groups}
+        given["exchange"] = "keys"
+        of_rank = [(rows if n in (0, 1) else key_rows).take(x, group.rank, axis) for n, x in enumerate(whole)]
+        some, norm = parallel.attention(*of_rank[1:], group, return_lse=True, **given)
+        return [some, *parallel.attention_backward(*of_rank, some, norm, group, **given)]
+
+    found = parallel.simulated(size).run(work)
+    for n, (x, parts) in enumerate(zip(expected, zip(*found))):
+        of = key_rows if n > 1 else rows
+        np.testing.assert_allclose(of.join(list(parts), axis), x, atol=1e-12, rtol=1e-12)
+    assert len(made) == 2 * size * groups  # of forward and backward, each round of each rank at once
+    # Its rows, of K and of V. In a window to who has those queries, and the last of them to the next; else once to all
+    # behind, and those of the last rank, which sees the first rows as well, not at all.
+    packed = {0, 2} if window is None else {2, 4} if size > 2 else {2}
+    assert {len(x) for x in made} == ({0} if groups == 1 and not heads_first else packed)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["groups", "heads"])
+def test_the_kernel_of_copies_in_the_place_of_numpy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = threading.Lock()  # threads of a kernel are fibers of one machine
+
+    def copied(copies: Copies, addresses: Sequence[int]) -> None:
+        with turn:
+            by_kernel(copies, addresses)
+
+    monkeypatch.setattr(Window, "copied", staticmethod(copied))
+    test_keys_in_each_others_memory(name, 2)
 
 
 def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +297,7 @@ def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatc
     monkeypatch.setattr(window, "symmetric", of_torch)
     found = window.Window.__new__(window.Window)
     found._group, found._device = lambda: None, torch.device("cpu")
-    every, x, shape = slice(None), torch.ones(1, 4, 2, 8), (1, 4, 2, 8)
+    x, shape = torch.ones(1, 4, 2, 8), (1, 4, 2, 8)
     with torch.inference_mode():
         found._reserve(4096)
         for rank in range(2):
@@ -258,9 +305,9 @@ def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatc
     for rank in range(2):
         for offset in (1024, 2048):
             into = found.array(rank, offset, shape, x)
-            found.put([(into, (every, slice(1, 3)), x, (every, slice(0, 2)))])
+            into[...] = x
             into[...] += 1
-            assert into[:, 1:3].min() >= 2 and into.dtype == x.dtype
+            assert into.min() == 2 and into.dtype == x.dtype
     assert memory[1][2048:2304].view(np.float32).reshape(shape)[0, 1, 0, 0] == 2
 
 

@@ -42,6 +42,11 @@ def beside(x: Any) -> bool:
     return bool(x.is_contiguous() if library(x) == "torch" else x.flags.c_contiguous)
 
 
+def strides(x: Any) -> tuple[int, ...]:
+    """Bytes of each axis."""
+    return tuple(n * x.itemsize for n in x.stride()) if library(x) == "torch" else x.strides
+
+
 def packed(x: Any) -> Any:
     """x, or a copy, with its elements side by side."""
     return x if beside(x) else x.contiguous() if library(x) == "torch" else namespace(library(x)).ascontiguousarray(x)

@@ -3,15 +3,18 @@ gradients are fetched, heads are put where they belong; there are no messages.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .arrays import packed, wide
+from ..gpu.copies import Copies, Piece, Side
+from ..passes import PER_QUERY
+from ..problem import contiguous
+from .arrays import beside, empty, strides, wide
 from .rows import Span
 from .steps import Round
-from .transfers import ByHeads, write_sums
+from .transfers import ByHeads, among, in_order, write_sums
 
-_ALL = slice(None)
 ALIGNED = 1024  # bytes at whose multiples arrays begin
 
 
@@ -30,6 +33,7 @@ class NearKeys:
             memo[key] = moves, [max(x.sizes[n] for x in moves) for n in range(2)]
         self._moves, (self._size, more) = memo[key]
         self._sums_at = 2 * self._size, 2 * self._size + more
+        self._addresses = window.address(k), window.address(v)
         self._given: tuple[int, tuple[Any, Any]] | None = None
         self.may = window.begin(2 * self._size + (2 * more if grads is not None else 0))
 
@@ -64,23 +68,16 @@ class NearKeys:
         )
         return k_sum, v_sum
 
-    def _push(self, n: int) -> tuple[list[Any], list[Any]]:
+    def _push(self, n: int) -> tuple[list[Any], Any]:
         """The room of this rank's keys of a round, and what must be kept until others have theirs."""
-        of, begin = self._moves[n], (n % 2) * self._size
-        rooms, own, parts, kept = [], [], [], []
-        for x, shape, at, sends in zip(self._kv, of.shapes, of.begins, of.sends):
-            room = self._window.array(self._rank, begin + at, shape, x)
-            own += [(room, (_ALL, slice(*here)), x, (_ALL, slice(*held), of.heads)) for held, here in of.own]
-            rooms.append(room)
-            for rank, there, from_room, first, held, count in sends:
-                if from_room:
-                    address = self._window.address(room) + first
-                else:
-                    kept.append(packed(x[:, slice(*held), of.heads]))
-                    address = self._window.address(kept[-1]) + first
-                parts.append((rank, begin + there, address, count))
-        self._window.put(own)
-        self._window.push(parts)
+        window, of, begin = self._window, self._moves[n], (n % 2) * self._size
+        kept = empty((of.packed,), self._kv[0], "uint8") if of.packed else None
+        addresses = (
+            window.places[self._rank] + begin, 0 if kept is None else window.address(kept), *self._addresses,
+        )  # fmt: skip
+        window.put(of.own, addresses)
+        window.push([(rank, begin + to, addresses[array] + at, count) for rank, to, array, at, count in of.sends])
+        rooms = [window.array(self._rank, begin + at, shape, x) for x, shape, at in zip(self._kv, of.shapes, of.begins)]
         return rooms, kept
 
     def _fetch(self) -> None:
@@ -88,55 +85,74 @@ class NearKeys:
         if self._given is None:
             return
         (n, own), self._given = self._given, None
-        of = self._plan[n]
-        parts: list[dict[int, list[tuple[Span, Any]]]] = [{}, {}]
-        for m in of.receives:
-            if m.source == self._rank:
-                for some, x in zip(parts, own):
-                    some[self._rank] = [(held, x[:, slice(*at)]) for held, at in zip(m.held, m.here)]
+        of, heads = self._plan[n], slice(*self._plan[n].heads)
+        others: tuple[list[Any], list[Any]] = [], []
         for m in of.sends:
             shapes = [(s[0], m.length, *s[2:]) for s in self._moves[n].shapes]
-            for some, x in zip(parts, self._sums(m.target, n, shapes)):
-                some[m.target] = [(held, x[:, slice(*at)]) for held, at in zip(m.held, m.here)]
-        for target, some in zip(self._grads, parts):
-            write_sums(target[:, :, slice(*of.heads)], [part for r in sorted(some) for part in some[r]])
+            for some, x in zip(others, self._sums(m.target, n, shapes)):
+                some.append([x[:, slice(*at)] for at in m.here])
+        for target, x, some in zip(self._grads, own, others):
+            write_sums(target[:, :, heads], in_order(of, self._rank, x, some))
 
 
 class _Moves(NamedTuple):
     """Of a round, K and V each."""
 
-    heads: slice
     shapes: tuple[tuple[int, ...], ...]  # of what this rank then has
     begins: tuple[int, ...]  # byte at which any rank has it
     of_sums: tuple[int, ...]  # and the sums of its gradients
-    own: tuple[tuple[Span, Span], ...]  # rows that this rank holds itself, and where they are to be
-    # rank, byte there, whether it is taken from its own room, byte there or in these rows, bytes
-    sends: tuple[tuple[tuple[int, int, bool, int, Span, int], ...], ...]
+    own: Copies  # of rows that this rank holds itself, to where they are computed with and to where they are sent from
+    packed: int  # bytes of the latter
+    sends: tuple[tuple[int, int, int, int, int], ...]  # rank, byte there, of which array here (_ROOM, ...), byte, bytes
     sizes: tuple[int, int]  # bytes of keys, of sums, of the rank that has most
 
 
+_ROOM, _PACKED, _GIVEN = range(3)  # where keys are computed with, rows that are not among them, K; V is behind
+
+
 def _moves(of: Round, rank: int, k: Any, v: Any) -> _Moves:
-    own = tuple(pair for m in of.receives if m.source == rank for pair in zip(m.held, m.here))
-    heads = of.heads[1] - of.heads[0]
+    own, heads = of.own(rank), of.heads[1] - of.heads[0]
+    pieces: list[Piece] = []
     shapes, sends, begins, of_sums = [], [], [0], [0]
-    for x in (k, v):
-        batch, dim = x.shape[0], x.shape[3]
-        row, found = heads * dim * x.itemsize, []
+    packed: dict[tuple[int, Span], Side] = {}
+    end = 0  # of these
+    for n, x in enumerate((k, v)):
+        batch, dim, size = x.shape[0], x.shape[3], x.itemsize
+        row = heads * dim * size
+        room = Side(_ROOM, begins[-1], _inside((batch, of.length, heads, dim), size))
+        given = Side(_GIVEN + n, 0, strides(x)).behind(0, 0, of.heads[0])
+        for held, here in own:
+            lengths = batch, held[1] - held[0], heads, dim
+            pieces.append(Piece(room.behind(0, here[0]), given.behind(0, held[0]), lengths, size))
         for m in of.sends:
-            for held, at in zip(m.held, m.here):
-                rooms = [c + held[0] - a for (a, b), (c, _) in own if a <= held[0] and held[1] <= b]
-                first, count = (rooms[0], of.length) if rooms else (0, held[1] - held[0])
+            there = Side(_ROOM, begins[-1], _inside((batch, m.length, heads, dim), size))
+            for held, here in zip(m.held, m.here):
+                lengths = batch, held[1] - held[0], heads, dim
+                if (place := among(own, held)) is not None:
+                    source = room.behind(0, place)
+                elif beside(x[:1, slice(*held), slice(*of.heads)]):
+                    source = given.behind(0, held[0])
+                else:
+                    if (n, held) not in packed:
+                        packed[n, held] = Side(_PACKED, end, _inside(lengths, size))
+                        pieces.append(Piece(packed[n, held], given.behind(0, held[0]), lengths, size))
+                        end = _after(end, math.prod(lengths) * size)
+                    source = packed[n, held]
                 for b in range(batch):
-                    there, here = begins[-1] + (b * m.length + at[0]) * row, (b * count + first) * row
-                    found.append((m.target, there, bool(rooms), here, held, (held[1] - held[0]) * row))
+                    to, at = there.behind(b, here[0]).at, source.behind(b).at
+                    sends.append((m.target, to, source.array, at, lengths[1] * row))
         shapes.append((batch, of.length, heads, dim))
-        sends.append(tuple(found))
         begins.append(_after(begins[-1], batch * of.longest * row))
-        of_sums.append(_after(of_sums[-1], batch * of.longest * heads * dim * (4 if wide(x) else x.itemsize)))
+        of_sums.append(_after(of_sums[-1], batch * of.longest * heads * dim * (4 if wide(x) else size)))
     return _Moves(
-        slice(*of.heads), tuple(shapes), tuple(begins[:2]), tuple(of_sums[:2]), own, tuple(sends),
+        tuple(shapes), tuple(begins[:2]), tuple(of_sums[:2]), Copies(pieces), end, tuple(sends),
         (begins[2], of_sums[2]),
     )  # fmt: skip
+
+
+def _inside(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Bytes of each axis, of an array whose elements lie side by side."""
+    return tuple(n * size for n in contiguous(shape))
 
 
 def _after(begin: int, size: int) -> int:
@@ -144,58 +160,68 @@ def _after(begin: int, size: int) -> int:
 
 
 class NearHeads:
-    """Arrays of which each rank of a team gets all rows of some heads, and results that go back where their rows are.
+    """Arrays of which each rank of a team gets all rows of some heads, and results that go back to their rows."""
 
-    some: which of the heads that a rank gets.
-    """
+    def __init__(self, window: Any, rank: int, of: Handed, arrays: dict[str, Any], results: dict[str, Any]) -> None:
+        self._window, self._rank, self._of, self._arrays, self._results = window, rank, of, arrays, results
+        self.may = window.begin(of.size)
 
-    def __init__(
-        self, window: Any, rank: int, arrays: Sequence[ByHeads], results: Sequence[ByHeads], some: Span
-    ) -> None:
-        self._window, self._rank, self._arrays, self._results, self._some = window, rank, arrays, results, some
-        end, places, count = 0, [], some[1] - some[0]
-        for array in (*arrays, *results):
-            places.append((end, array.shape(count)))
-            end = _after(end, array.nbytes(count))
-        self._places = places
-        self.may = window.begin(end)
+    def there(self) -> dict[str, Any]:
+        """All rows of this rank's heads, as `attention` takes them."""
+        self._window.put(self._of.there, self._addresses(self._arrays))
+        self._window.arrived()
+        return self._own(self._arrays, self._of.arrays)
 
-    def there(self) -> list[Any]:
-        """All rows of this rank's heads."""
-        window, found, parts = self._window, [], []
-        for array, (begin, shape) in zip(self._arrays, self._places):
-            heads, rows = array.heads(self._some), array.deal.rows[self._rank]
-            for r in self._ranks(len(heads)):
-                target = window.array(r, begin, shape, array.x)
-                parts += [
-                    (target, (_ALL, slice(c, d)), array.x, (_ALL, slice(a, b), heads[r])) for (a, b), (c, d) in rows
-                ]
-            found.append(window.array(self._rank, begin, shape, array.x))
-        window.put(parts)
-        window.arrived()
-        return found
-
-    def rooms(self) -> list[Any]:
+    def rooms(self) -> dict[str, Any]:
         """Where results of these are to be written."""
-        return [
-            self._window.array(self._rank, begin, shape, array.x)
-            for array, (begin, shape) in zip(self._results, self._places[len(self._arrays) :])
-        ]
+        return self._own(self._results, self._of.results)
 
     def back(self) -> None:
         """Results of this rank's rows, of all heads, from who computed them."""
-        window, parts = self._window, []
-        for array, (begin, shape) in zip(self._results, self._places[len(self._arrays) :]):
-            heads, rows = array.heads(self._some), array.deal.rows[self._rank]
-            for r in self._ranks(len(heads)):
-                source = window.array(r, begin, shape, array.x)
-                parts += [
-                    (array.x, (_ALL, slice(a, b), heads[r]), source, (_ALL, slice(c, d))) for (a, b), (c, d) in rows
-                ]
-        window.arrived()
-        window.put(parts)
-        window.end()
+        self._window.arrived()
+        self._window.put(self._of.back, self._addresses(self._results))
+        self._window.end()
 
-    def _ranks(self, size: int) -> list[int]:
-        """The next first, so that not all are at one rank."""
-        return [(self._rank + 1 + n) % size for n in range(size)]
+    def _addresses(self, xs: dict[str, Any]) -> list[int]:
+        return [*self._window.places, *map(self._window.address, xs.values())]
+
+    def _own(self, xs: dict[str, Any], rooms: Sequence[_Room]) -> dict[str, Any]:
+        array, rank = self._window.array, self._rank
+        return {name: array(rank, begin, shape, x) for (name, x), (begin, shape) in zip(xs.items(), rooms)}
+
+
+_Room = tuple[int, tuple[int, ...]]  # byte at which any rank has its heads, and their shape
+
+
+class Handed(NamedTuple):
+    """Heads that are handed over, as all calls of a kind do it."""
+
+    arrays: list[_Room]
+    results: list[_Room]
+    size: int
+    there: Copies
+    back: Copies
+
+
+def handed(rank: int, arrays: dict[str, ByHeads], results: dict[str, ByHeads], some: Span) -> Handed:
+    """Of this rank's rows to the `some` of heads that any rank gets, and of these back. Addresses are those of ranks'
+    windows, then of arrays in their order."""
+    end, count = 0, some[1] - some[0]
+    rooms: tuple[list[_Room], list[_Room]] = [], []
+    pieces: tuple[list[Piece], list[Piece]] = [], []
+    for number, xs in enumerate((arrays, results)):
+        for n, (name, array) in enumerate(xs.items()):
+            b, s, h, d = array.shape(count)
+            of_query, size = name in PER_QUERY, array.x.itemsize
+            shape = (b, h, s) if of_query else (b, s, h, d)  # as kernels take them
+            inside = _inside(shape, size)
+            room = Side(0, end, (inside[0], inside[2], inside[1], size) if of_query else inside)
+            own, heads = Side(len(array.deal.heads) + n, 0, strides(array.x)), array.heads(some)
+            for r in (*range(rank + 1, len(heads)), *range(rank + 1)):  # the next first: not all are at one rank
+                for held, at in array.deal.rows[rank]:
+                    sides = room._replace(array=r).behind(0, at[0]), own.behind(0, held[0], heads[r].start)
+                    to, source = sides[::-1] if number else sides
+                    pieces[number].append(Piece(to, source, (b, held[1] - held[0], h, d), size))
+            rooms[number].append((end, shape))
+            end = _after(end, array.nbytes(count))
+    return Handed(*rooms, end, *map(Copies, pieces))

@@ -12,7 +12,7 @@ from ..api import attention, attention_backward, merge
 from ..namespaces import cast, namespace
 from .arrays import empty, library, put, wide, zeros
 from .asked import Asked, index, own_rows
-from .near import NearHeads, NearKeys
+from .near import NearHeads, NearKeys, handed
 from .rows import Rows, Span, cut, joined
 from .steps import Deal, Round, Step, deal, rounds
 from .transfers import ByHeads, FromHeads, SentKeys, ToHeads, summed
@@ -127,26 +127,28 @@ def _in_heads(
         _in_heads_sent(part, part.dealt(1), xs, targets, run)
         return
     # All teams have the same groups of heads, whichever of them have a window.
-    arrays, results = part.by_heads(xs), part.by_heads(targets)
-    count = part.heads[1] - part.heads[0]
-    most = -(-sum(x.nbytes(count) for some in (arrays, results) for x in some.values()) // WINDOW)
+    if "most" not in asked.memo:
+        count, every = part.heads[1] - part.heads[0], (*part.by_heads(xs).values(), *part.by_heads(targets).values())
+        asked.memo["most"] = -(-sum(x.nbytes(count) for x in every) // WINDOW)
+    most = asked.memo["most"]
     groups = part.dealt(most)
-    done = _in_heads_near(window, part, groups, arrays, results, run) if window is not None and most else 0
+    done = _in_heads_near(window, part, groups, xs, targets, run) if window is not None and most else 0
     _in_heads_sent(part, groups[done:], xs, targets, run)
 
 
 def _in_heads_near(
-    window: Any, part: Part, groups: Sequence[tuple[Part, Span]], arrays: dict[str, ByHeads],
-    results: dict[str, ByHeads], run: Any,
-) -> int:  # fmt: skip
+    window: Any, part: Part, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: Any
+) -> int:
     """Where ranks reach each other's memory, which stays with them: not too much of it. How many groups are done: all,
     or those until it is not to be had."""
+    rank, memo = part.asked.team.rank, part.asked.memo
     for n, (some, heads) in enumerate(groups):
-        near = NearHeads(window, part.asked.team.rank, [*arrays.values()], [*results.values()], heads)
+        if ("handed", heads) not in memo:
+            memo["handed", heads] = handed(rank, part.by_heads(xs), part.by_heads(targets), heads)
+        near = NearHeads(window, rank, memo["handed", heads], xs, targets)
         if not near.may:
             return n
-        moved = {name: _of_rows(name, x) for name, x in zip(arrays, near.there())}
-        run(some, moved, {name: _of_rows(name, x) for name, x in zip(results, near.rooms())})
+        run(some, near.there(), near.rooms())
         near.back()
     return len(groups)
 

@@ -124,9 +124,13 @@ class Round:
     receives: tuple[Message, ...]  # that from itself too
     longest: int  # how many keys the rank has that has most
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         return sum(b - a for a, b in self.has)
+
+    def own(self, rank: int) -> list[tuple[Span, Span]]:
+        """Rows that the rank holds itself: in its arrays, and among the keys that it then has."""
+        return [pair for m in self.receives if m.source == rank for pair in zip(m.held, m.here)]
 
 
 def wanted(rows: Rows, sight: Sight, rank: int, stretch: Span, block: int = 1) -> list[Span]:

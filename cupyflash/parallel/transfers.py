@@ -17,7 +17,7 @@ class Keys:
     """K and V of a round, under way to whose rows see them."""
 
     def __init__(self, group: Group, of: Round, k: Any, v: Any) -> None:
-        own = [pair for m in of.receives if m.source == group.rank for pair in zip(m.held, m.here)]
+        own = of.own(group.rank)
         foreign = [m for m in of.receives if m.source != group.rank]
         heads = slice(*of.heads)
         self._sent, receives, self._late, found = [], [], [], []
@@ -49,10 +49,16 @@ class Keys:
 
 def _packed_part(room: Any, x: Any, own: Sequence[tuple[Span, Span]], held: Span) -> Any:
     """Rows that this rank holds: from the room of the round, where they lie side by side there."""
-    for (a, b), (c, _) in own:
-        if a <= held[0] and held[1] <= b and beside(part := room[:, c + held[0] - a : c + held[1] - a]):
-            return part
+    at = among(own, held)
+    if at is not None and beside(part := room[:, at : at + held[1] - held[0]]):
+        return part
     return packed(x[:, slice(*held)])
+
+
+def among(own: Sequence[tuple[Span, Span]], held: Span) -> int | None:
+    """Where rows that a rank holds begin among the keys that it has, if they all are there."""
+    found = [c + held[0] - a for (a, b), (c, _) in own if a <= held[0] and held[1] <= b]
+    return found[0] if found else None
 
 
 def _room(target: Any) -> tuple[Any, list[tuple[Any, Any]]]:
@@ -101,24 +107,26 @@ class Returns:
     def __init__(self, group: Group, of: Round, grads: tuple[Any, Any]) -> None:
         self._heads = slice(*of.heads)
         foreign = [m for m in of.receives if m.source != group.rank]
-        own = [m for m in of.receives if m.source == group.rank]
         self._sent = [(m.source, packed(x[:, slice(*at)])) for x in grads for m in foreign for at in m.here]
-        self._parts: list[list[tuple[Span, Any]]] = []  # of k and of v: of the rows held, in the order of ranks
-        receives = []
+        self._parts, receives = [], []  # of k and of v
         for x in grads:
-            of_rank: dict[int, list[tuple[Span, Any]]] = {
-                group.rank: [(held, x[:, slice(*at)]) for m in own for held, at in zip(m.held, m.here)]
-            }
-            for m in of.sends:
-                of_rank[m.target] = [(a, empty((x.shape[0], a[1] - a[0], *x.shape[2:]), x)) for a in m.held]
-                receives += [(m.target, room) for _, room in of_rank[m.target]]
-            self._parts.append([part for r in sorted(of_rank) for part in of_rank[r]])
+            others = [[empty((x.shape[0], a[1] - a[0], *x.shape[2:]), x) for a in m.held] for m in of.sends]
+            receives += [(m.target, room) for m, some in zip(of.sends, others) for room in some]
+            self._parts.append(in_order(of, group.rank, x, others))
         self._pending = group.exchange(self._sent, receives)
 
     def write(self, dk: Any, dv: Any) -> None:
         self._pending.wait()
         for target, parts in zip((dk, dv), self._parts):
             write_sums(target[:, :, self._heads], parts)
+
+
+def in_order(of: Round, rank: int, own: Any, others: Sequence[Sequence[Any]]) -> list[tuple[Span, Any]]:
+    """Gradients of rows that this rank holds, in the order of the ranks that have them: its own, of all its keys, and
+    of each message that it sent what its target has."""
+    of_rank = {m.target: list(zip(m.held, some)) for m, some in zip(of.sends, others)}
+    of_rank[rank] = [(held, own[:, slice(*at)]) for held, at in of.own(rank)]
+    return [part for r in sorted(of_rank) for part in of_rank[r]]
 
 
 def write_sums(target: Any, parts: Sequence[tuple[Span, Any]]) -> None:

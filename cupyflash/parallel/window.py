@@ -1,4 +1,4 @@
-"""Keys into each other's memory by the copy engine, among tensors on the GPUs of one host: PyTorch's symmetric memory.
+"""Keys and heads into each other's memory, among tensors on the GPUs of one host: PyTorch's symmetric memory.
 
 A kernel that moves data, as NCCL's, needs multiprocessors, which an attention kernel holds until it ends: the one waits
 for the other, and other ranks with it. The copy engine needs none.
@@ -15,7 +15,9 @@ import torch
 from cuda.bindings import runtime
 from torch.distributed import _symmetric_memory as symmetric
 
-Index = tuple[slice, ...]  # of batch entries, rows, heads
+from ..gpu.copies import Copies
+from ..interop.torch_ import stream
+
 PATIENCE = 600_000  # milliseconds that a rank waits for others, as NCCL's own default
 _ALIGNED = 1024
 _DEFAULT = runtime.cudaMemcpyKind.cudaMemcpyDefault
@@ -37,7 +39,8 @@ class Window:
         self._own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
         group: Any = self._group()
         self._handle = symmetric.rendezvous(self._own, group)
-        self._places, self._rank = [int(x) for x in self._handle.buffer_ptrs], int(self._handle.rank)
+        self.places = [int(x) for x in self._handle.buffer_ptrs]  # addresses of each rank's
+        self._rank, self._ordinal = int(self._handle.rank), self._own.get_device()
 
     @property
     def nbytes(self) -> int:
@@ -82,31 +85,18 @@ class Window:
     def address(x: torch.Tensor) -> int:
         return x.data_ptr()
 
-    @staticmethod
-    def put(parts: Sequence[tuple[torch.Tensor, Index, torch.Tensor, Index]]) -> None:
-        """Copy, for who computes next, to and from any rank's: parts of arrays to parts of others, in words of 16 bytes
-        where both are made of such."""
-        targets, sources, words = [], [], {}
-        for target, at, x, of in parts:
-            for y in (target, x):
-                if id(y) not in words:
-                    words[id(y)] = _words(y)
-            to, come = words[id(target)], words[id(x)]
-            if to is None or come is None:
-                to, come = target, x
-            targets.append(to[at])
-            sources.append(come[of])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    def put(self, copies: Copies, addresses: Sequence[int]) -> None:
+        """Copy, for who computes next, to and from any rank's."""
+        copies.launch(addresses, self._ordinal, stream(self._ordinal))
 
     def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Start to copy beside what computes: of each part the rank to whom it goes, where it begins there, its address
         and its bytes."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._pushed = True
-        stream = self._stream.cuda_stream
+        handle = self._stream.cuda_stream
         for rank, offset, address, count in parts:
-            (code,) = runtime.cudaMemcpyAsync(self._places[rank] + offset, address, count, _DEFAULT, stream)
+            (code,) = runtime.cudaMemcpyAsync(self.places[rank] + offset, address, count, _DEFAULT, handle)
             if code != runtime.cudaError_t.cudaSuccess:
                 raise RuntimeError(f"a copy to rank {rank} of the group failed: {code.name}")
 
@@ -123,12 +113,3 @@ class Window:
         if not torch.cuda.is_current_stream_capturing():
             here = torch.cuda.current_stream(self._device)
             self._last = here.cuda_stream, here.record_event()
-
-
-def _words(x: torch.Tensor) -> torch.Tensor | None:
-    """Its elements by 16 bytes along the last axis."""
-    count = 16 // x.element_size()
-    lengths = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
-    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(n % count for n in lengths):
-        return None
-    return x.view(torch.complex128)
