@@ -13,6 +13,13 @@ __device__ inline void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Ask for a box to come to the L2 cache. Nobody is told when it has.
+__device__ inline void tma_prefetch(const TensorMap& map, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),
+                 "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+
 // Whether this is the one thread of a warp, all of whose threads are here, that asks for boxes. (Of one that is chosen
 // otherwise ptxas does not know that it is alone, and asks in a loop over threads: a box then takes some 90 cycles.)
 __device__ inline bool elected() {

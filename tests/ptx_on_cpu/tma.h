@@ -42,8 +42,8 @@ void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column
             }
 }
 
-// What the driver and the instruction ask of an array and of a box that begins at this column.
-inline int box_bytes(const TensorMap& map, unsigned shared, int column) {
+// What the driver and the instruction ask of an array and of a box that begins at this column; the box's bytes.
+inline int map_bytes(const TensorMap& map, int column) {
     MapText m;
     memcpy(&m, map.bytes, sizeof m);
     if (m.magic != MAP_MAGIC) fail("there is no tensor map");
@@ -54,7 +54,10 @@ inline int box_bytes(const TensorMap& map, unsigned shared, int column) {
         if (length < 1 || length > 1ll << 32) fail("a tensor map with a length of %lld", length);
     if (m.box[0] * m.size != 128 || m.box[3] != 1 || m.box[1] < 1 || m.box[1] > 256)
         fail("a box of %d columns, %d rows, %d heads, %d batches", m.box[0], m.box[1], m.box[2], m.box[3]);
-    int bytes = 128 * m.box[1] * m.box[2];
+    return 128 * m.box[1] * m.box[2];
+}
+inline int box_bytes(const TensorMap& map, unsigned shared, int column) {
+    int bytes = map_bytes(map, column);
     at(*me->block, shared, bytes, 128);
     return bytes;
 }
@@ -75,6 +78,13 @@ void store_later(R read, W write) {
 
 inline bool elected() { return threadIdx.x % 32 == 0; }
 inline void tma_prefetch(const TensorMap& map) {}
+
+// It reads the box: what lies in the map and not in memory that is there is a fault.
+inline void tma_prefetch(const TensorMap& map, int column, int row, int head, int batch) {
+    on_cpu::map_bytes(map, column);
+    on_cpu::each_of_box(map, nullptr, 0, column, row, head, batch, false,
+                        [](const char* from, char*, int) { if (from) (void)*(const volatile char*)from; });
+}
 
 inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
                      int batch) {
