@@ -137,6 +137,9 @@ def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     told = explanation.explain(one, cache, cache, arch="sm_90a", seqlens_k=np.array([8192, 5]))
     (note,) = told.notes
     assert note == "the keys of each sequence are dealt out by its own length, in shares of 1024 keys at most"
+    one, cache = (np.empty(x, "f2") for x in ((2, 1, 32, 576), (2, 8192, 1, 576)))
+    told = explanation.explain(one, cache, latent=512, arch="sm_90a", seqlens_k=np.array([8192, 5]))
+    assert told.notes == ("the keys of all sequences are dealt out in equal parts, whatever their lengths",)
     assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", of="backward").notes == ()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
+from kernel_cover import latent
 from lengths_on_cpu import Sequences
 from on_cpu import Guarded, run
 from reference import state
@@ -15,6 +16,7 @@ from reference import state
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import shares, sm90_latent
 from cupyflash.gpu.families.shares import Dealt
+from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 
@@ -78,13 +80,20 @@ def exact(of: Sequences, n: int, problem: Any, sinks: np.ndarray | None) -> tupl
     return np.einsum("hqk,khd->qhd", weights[..., :-1], k[..., :N]), lse
 
 
-def check(of: Sequences, options: dict[str, Any], sinks: np.ndarray | None = None, last_first: bool = False) -> Any:
+def check(
+    of: Sequences,
+    options: dict[str, Any],
+    sinks: np.ndarray | None = None,
+    last_first: bool = False,
+    gpu: Arch = GPU,
+) -> tuple[KernelPlan, dict[str, Guarded]]:
+    """The plan, and the workspaces as it left them."""
     q, k = of.of_queries("q"), of.of_keys("k")
     given = of.lengths() | ({} if sinks is None else {"sinks": sinks})
     problem = state(q, k, k[..., :N], latent=N, **options, **given)
-    assert sm90_latent.objection(problem, GPU) is None
-    assert "batch_invariant" in (sm90_latent.objection(replace(problem, batch_invariant=True), GPU) or "")
-    kernels = plan(problem, GPU)
+    assert sm90_latent.objection(problem, gpu) is None
+    assert "batch_invariant" in (sm90_latent.objection(replace(problem, batch_invariant=True), gpu) or "")
+    kernels = plan(problem, gpu)
     assert kernels.source == "sm90/latent.cu"
     (library,) = compile_all(as_cpp(generate(kernels), list(dict.fromkeys(x.name for x in kernels.launches))))
     arrays = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in {"q": q, "k": k, **given}.items()}
@@ -98,7 +107,7 @@ def check(of: Sequences, options: dict[str, Any], sinks: np.ndarray | None = Non
         scale = max(1.0, abs(wanted).max(initial=0))
         np.testing.assert_allclose(out.array[n].astype("f8"), wanted, rtol=2e-3, atol=2e-3 * scale, err_msg=f"out {n}")
         np.testing.assert_allclose(lse.array[n], of_rows, rtol=1e-4, atol=1e-3, err_msg=f"lse {n}")
-    return kernels
+    return kernels, spaces
 
 
 @cases(CASES, "one tile, several, none, a few keys", "pages of 16", "a window")
@@ -120,23 +129,72 @@ def test_maxima_that_grow(rng: np.random.Generator) -> None:
     check(of, {"scale": 0.2})
 
 
-@pytest.mark.parametrize("k", ["dense", "cache"])
-def test_keys_in_shares(k: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("k", "few"), [("dense", 2048), ("cache", 2048), ("dense", 0)])
+def test_keys_in_shares(k: str, few: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many of each sequence, of which some are empty."""
     monkeypatch.setattr(shares, "shares", lambda *_: Dealt(3, 0))
-    of = drawn(rng, 2, [300], (8, 1), k=k) if k == "cache" else drawn(rng, 2, [300, 300], (8, 1), k=k)
-    kernels = check(of, {"causal": True}, rng.standard_normal(8).astype("f4"))
-    assert dict(kernels.constants)["SHARES"] and not dict(kernels.constants)["SHARE_TILES"]
-
-
-@pytest.mark.parametrize("keys", [[300, 3, 500, 0], [64, 900, 100], [200, 190, 180, 170]], ids=str)
-@pytest.mark.parametrize(("heads", "few"), [(8, 2048), (8, 0), (80, 2048)])
-def test_keys_in_shares_by_length(
-    keys: list[int], heads: int, few: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut is what is longer than what each of the two blocks has to do; what is not has no parts to be put together."""
-    monkeypatch.setattr(sm90_latent, "LEAST_TILES", 1)
     monkeypatch.setattr(sm90_latent, "FEW_ROWS", few)
-    of = drawn(rng, 1 if heads > 64 else 3, keys, (heads, 1), k="paged", page=32)
-    kernels = check(of, {"causal": True}, rng.standard_normal(heads).astype("f4"))
-    assert dict(kernels.constants)["SHARE_TILES"] == 1
+    of = drawn(rng, 2, [300], (8, 1), k=k) if k == "cache" else drawn(rng, 2, [300, 300], (8, 1), k=k)
+    kernels, _ = check(of, {"causal": True}, rng.standard_normal(8).astype("f4"))
+    assert dict(kernels.constants)["SHARES"] and not dict(kernels.constants)["LEAST_TILES"]
+
+
+# Lengths, and on how many multiprocessors; into how many parts sequences are cut, those that are.
+STRETCHES: dict[str, tuple[list[int], int, list[int]]] = {
+    "one that is long": ([64, 2000, 100], 6, [6]),
+    "not where it begins": ([300, 3, 500, 0], 2, []),  # an edge stands at the first key of the third
+    "each its own": ([500, 510, 490], 3, []),
+    "each its own, in parts": ([600, 600], 4, [2, 2]),
+    "not at the end": ([700, 900], 5, [2, 3]),  # another stands before the last key tile of the first
+    "many": ([3000 if n == 33 else 40 * (n % 5) for n in range(37)], 7, [3]),
+    "one after the other": ([900, 800, 700, 900], 3, [2, 2]),
+    "none has keys": ([0] * 3, 4, []),
+    "the first and the last have none": ([0, 0, 900, 0], 3, [3]),
+    "shorter than a begin": ([64] * 9, 4, []),
+}
+
+
+def parts_of(spaces: dict[str, Guarded]) -> list[int]:
+    """How many parts each tile of queries has that was cut; each of them stands at one place."""
+    notes = [tuple(map(int, x)) for x in spaces["share_notes"].array if x[3]]
+    tiles = sorted({(batch, head, parts) for batch, head, _, parts in notes})
+    assert sorted(notes) == sorted((*tile[:2], n, tile[2]) for tile in tiles for n in range(tile[2]))
+    return [parts for _, _, parts in tiles]
+
+
+@cases(STRETCHES, "one that is long", "many", "none has keys")
+@pytest.mark.parametrize("last_first", [False, True])
+def test_equal_stretches_of_all_keys(
+    case: str, last_first: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, processors, parts = STRETCHES[case]
+    monkeypatch.setattr(sm90_latent, "LEAST_TILES", 4)
+    of = drawn(rng, 3, keys, (8, 1), k="paged", page=32, behind=300)
+    sinks = rng.standard_normal(8).astype("f4")
+    kernels, spaces = check(of, {"causal": True}, sinks, last_first, Arch("sm_90a", 90, processors, 232448))
+    assert dict(kernels.constants)["LEAST_TILES"] == 4 and kernels.launches[0].grid == processors
+    assert parts_of(spaces) == parts
+
+
+def test_shares_leave_as_much_whatever_the_lengths() -> None:
+    for problem in latent():
+        if not problem.has("seqlens_k") or problem.page or problem.left is not None or problem.seq_q > 32:
+            continue
+        for keys in (1000, 10**6):
+            made = plan(replace(problem, seq_k=keys, cache=keys), Arch.of("sm_90a"))
+            space = next(x for x in made.workspace if x.name == "share_out")
+            assert dict(made.constants)["LEAST_TILES"] and space.shape[0] <= 2 * 132 * sm90_latent.ROWS
+        # Where the line would not fit 32 bits each sequence has as many shares.
+        made = plan(replace(problem, seq_k=2**28, cache=2**28, batch=1000), Arch.of("sm_90a"))
+        assert not dict(made.constants)["LEAST_TILES"]
+
+
+@pytest.mark.parametrize("processors", [2, 5, 6, 17])
+def test_tiles_that_share_keys(processors: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of queries of each sequence: blocks side by side, where they are even or one more leaves few idle."""
+    monkeypatch.setattr(sm90_latent, "LEAST_TILES", 4)
+    of = drawn(rng, 1, [700, 70, 0, 400, 5], (80, 1), k="cache")
+    kernels, spaces = check(of, {}, gpu=Arch("sm_90a", 90, processors, 232448))
+    scalars = dict(kernels.scalars)
+    assert (kernels.launches[0].grid, scalars["columns"]) == {2: (2, 2), 5: (5, 1), 6: (6, 2), 17: (16, 2)}[processors]
+    parts_of(spaces)

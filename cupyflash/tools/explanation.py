@@ -312,6 +312,8 @@ def _on_gpu(
     if most := constants.get("SHARE_TILES", 0):
         keys = f"{most * constants['KEYS']} keys at most"
         notes += (f"the keys of each sequence are dealt out by its own length, in shares of {keys}",)
+    elif constants.get("LEAST_TILES"):
+        notes += ("the keys of all sequences are dealt out in equal parts, whatever their lengths",)
     elif (shares := dict(chosen.scalars).get("shares", 1)) > 1:
         why = (
             f"the queries of a head of keys are dealt out in {shares} shares: key tiles are few, or some have many "

@@ -33,6 +33,16 @@ using LatentK = SwizzledTile<KEYS, DIM>;
 using LatentV = SwizzledTile<KEYS, HALF>;
 using LatentP = SwizzledTile<ROWS, KEYS>;
 
+// A tile of K, box by box, as the loader asks for it ahead: to come to the L2 cache.
+struct CachedK {
+    __device__ CachedK from(int) const { return {}; }
+    __device__ void load(const TensorMap& map, unsigned, InMap at) const {
+#pragma unroll
+        for (int b = 0; b < LatentK::BLOCKS; b++)
+            tma_prefetch(map, at.column + LatentK::WIDTH * b, at.row, at.head, at.batch);
+    }
+};
+
 struct LatentMaps {
     TensorMap q, k;
     int none;  // there is no map of a result
@@ -43,7 +53,7 @@ struct LatentMaps {
 struct Shared {
     static constexpr int K_TILES = LatentQ::BYTES, P_TILE = K_TILES + 2 * LatentK::BYTES;
     static constexpr int NUMBERS = P_TILE + LatentP::BYTES, BARRIERS = NUMBERS + 2 * 4 * ROWS, NOTE = BARRIERS + 80;
-    static_assert(NOTE + 16 <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
+    static_assert(NOTE + 32 <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
 
@@ -76,21 +86,22 @@ struct Shared {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
     }
 
-    __device__ void tell(const Tile& tile, int shares) const {
-        store_shared(note(), tile.head.batch);
-        store_shared(note() + 4, tile.head.q);
-        store_shared(note() + 8, tile.queries.begin);
-        store_shared(note() + 12, tile.share | shares << 16);
+    __device__ void tell(const Piece& piece) const {
+        store_shared(note(), piece.tile.head.batch);
+        store_shared(note() + 4, piece.tile.head.q);
+        store_shared(note() + 8, piece.tile.queries.begin);
+        store_shared(note() + 12, piece.place);
+        store_shared(note() + 16, piece.keys.begin);
+        store_shared(note() + 20, piece.keys.end);
     }
     __device__ void tell_end() const { store_shared(note(), unsigned(-1)); }
-    __device__ bool told(const Params& p, Tile& tile, int& shares) const {
-        uint4 x = load_shared_16(note());
+    __device__ bool told(const Params& p, Piece& piece) const {
+        uint4 x = load_shared_16(note()), y = load_shared_16(note() + 16);
         auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
         int batch = all(x.x), row = all(x.z);
         if (batch == -1) return false;
         Head head = Head::of_q(p, batch, all(x.y));
-        tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}, all(x.w) & 0xffff};
-        shares = all(x.w) >> 16;
+        piece = {{head, {row, min(head.queries(p), row + HEAD_ROWS)}}, {all(y.x), all(y.y)}, all(x.w)};
         return true;
     }
 };
@@ -98,64 +109,79 @@ struct Shared {
 // The producer, a warp: its first thread waits and asks, and one that is elected asks for boxes (ptx/tma.cuh).
 __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
     TileSchedule schedule(p);
-    Tickets tickets{p.counters};
-    SharesInTurn in_turn(p, schedule);
-    ShareSize size(p);
-    in_turn.shares.size = size.tiles;
     KeyPlace places;
-    bool dynamic = p.counters != nullptr, first = threadIdx.x == 0;
+    bool first = threadIdx.x == 0;
     unsigned loaded = 0, tiles = 0;  // tiles of K, and of Q, so far
-    auto load_half = [&](const Tile& tile, int key, int half) {
+    // By those who have looked up where the keys lie.
+    auto ask = [&](auto to, unsigned barrier, const Head& head, int key, int column) {
+        if constexpr (PAGED) {
+            places.load(p, to, maps.k, barrier, key, head, column);
+        } else {
+            __syncwarp();  // the first thread has waited for all
+            if (elected()) to.load(maps.k, barrier, head.at_key(p, key, column));
+        }
+    };
+    auto load_half = [&](const Head& head, int key, int half) {
         constexpr int BYTES = LatentV::BYTES;
+        unsigned barrier = s.full(loaded, half);
         if (first) {
             s.wait_empty(loaded, half);
-            mbarrier_arrive_expect(s.full(loaded, half), half == 0 ? LatentK::BYTES - BYTES : BYTES);
+            mbarrier_arrive_expect(barrier, half == 0 ? LatentK::BYTES - BYTES : BYTES);
         }
-        auto fill = [&](auto to, int column) {
-            unsigned barrier = s.full(loaded, half);
-            if constexpr (PAGED) {
-                places.load(p, to, maps.k, barrier, key, tile.head, column);
-            } else {
-                __syncwarp();  // the first thread has waited for all
-                if (elected()) to.load(maps.k, barrier, tile.head.at_key(p, key, column));
-            }
-        };
-        fill(s.v(loaded, half), half * HALF);
-        if (half == 0) fill(SwizzledTile<KEYS, REST>{s.v(loaded, 2).base}, DIM_V);
-    };
-    auto load_k = [&](const Tile& tile, int tile_k) {
-        places.look_up(p, tile.head, tile_k * KEYS);  // (while the place is waited for)
-        load_half(tile, tile_k * KEYS, 0);
-        load_half(tile, tile_k * KEYS, 1);
-        loaded++;
+        ask(s.v(loaded, half), barrier, head, key, half * HALF);
+        if (half == 0) ask(SwizzledTile<KEYS, REST>{s.v(loaded, 2).base}, barrier, head, key, DIM_V);
     };
     auto wait_q = [&] { mbarrier_wait(s.q_empty(), tiles % 2 ^ 1); };
-    int total = schedule.total(), number = blockIdx.x;
-    while (BY_LENGTH ? in_turn.has(number) : number < total) {
-        Tile tile = BY_LENGTH ? in_turn.tile() : schedule.tile(number);
-        int shares = size.shares(p, tile.head);
-        TileWalk walk = share_of(p, tile, shares);
-        int step = walk.start();
-        bool any = walk.has(step);
-        if (any) load_k(tile, walk.tile(step));
+    auto load_piece = [&](const Piece& piece) {
+        const Head& head = piece.tile.head;
+        TileWalk walk(piece.keys);
+        int step = walk.start(), ahead = step;
+        auto load_k = [&] {
+            auto near = [&] { return walk.has(ahead) && walk.after(step) - walk.after(ahead) < AHEAD; };
+            bool waits = loaded >= 2;  // (the first ones have a place at once)
+            if (!waits) ahead = walk.next(step);
+            for (; waits && near(); ahead = walk.next(ahead)) {
+                int key = walk.tile(ahead) * KEYS;
+                places.look_up(p, head, key);
+                ask(CachedK{}, 0, head, key, 0);
+            }
+            int key = walk.tile(step) * KEYS;
+            places.look_up(p, head, key);  // (while the place is waited for)
+            load_half(head, key, 0);
+            load_half(head, key, 1);
+            loaded++, step = walk.next(step);
+        };
+        if (walk.has(step)) load_k();
         if (first) {
             wait_q();
-            s.tell(tile, shares);
+            s.tell(piece);
             mbarrier_arrive_expect(s.q_full(), LatentQ::BYTES);
         }
         __syncwarp();
-        if (elected()) s.q().load(maps.q, s.q_full(), tile.head.at_query(p, tile.queries.begin));
+        if (elected()) s.q().load(maps.q, s.q_full(), head.at_query(p, piece.tile.queries.begin));
         tiles++;
-        for (; any && walk.after(step) > 0; step = walk.next(step)) load_k(tile, walk.tile(walk.next(step)));
-        int ticket = number;
-        if (dynamic) {
-            ticket = __shfl_sync(~0u, first ? tickets.take(number < gridDim.x) : 0, 0);
-            if (!BY_LENGTH && first) tickets.settle(ticket, total - 1);
+        while (walk.has(step)) load_k();
+    };
+    if constexpr (STRETCHES) {
+        Piece piece;
+        for (Stretch stretch(p, schedule.heads); stretch.next(schedule, piece);) load_piece(piece);
+    } else {
+        Tickets tickets{p.counters};
+        bool dynamic = p.counters != nullptr;
+        int total = schedule.total(), number = blockIdx.x;
+        while (number < total) {
+            Tile tile = schedule.tile(number);
+            TileWalk walk(p, tile.head, tile.queries);
+            if (SHARES) walk = walk.share(tile.share, p.shares);
+            load_piece({tile, walk.tiles, SHARES ? tile.share : Piece::WHOLE});
+            int ticket = number;
+            if (dynamic) {
+                ticket = __shfl_sync(~0u, first ? tickets.take(number < gridDim.x) : 0, 0);
+                if (first) tickets.settle(ticket, total - 1);
+            }
+            number = gridDim.x + ticket;
         }
-        number = gridDim.x + ticket;
     }
-    // (How many there are is known when there are no more: who took the last ticket comes here with it.)
-    if (BY_LENGTH && dynamic && first) tickets.settle(number - int(gridDim.x), in_turn.total() - 1);
     if (first) {
         wait_q();
         s.tell_end();
@@ -165,15 +191,13 @@ __device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
 
 // A warpgroup with half of the columns of O.
 struct Consumer {
-    using Rows = Placement<false, PACK == 1 ? 0 : HEAD_ROWS>;
     using Scores = Accumulator<1, KEYS / 8>;
 
     const Params& p;
     Shared s;
     int half, warp_row;
 
-    Tile tile{};
-    int shares = 1;  // of its keys; of one O and lse are the results
+    Piece piece{};
     TileWalk walk;
     OnlineSoftmax<1> softmax;  // the maxima are common, the sums of the warpgroup's own tiles
     Accumulator<1, HALF / 8> o;
@@ -183,8 +207,8 @@ struct Consumer {
     __device__ Consumer(const Params& p, Shared s, int half)
         : p(p), s(s), half(half), warp_row(threadIdx.x / 32 % 4 * 16), softmax(Pairs(p, {}).factor()) {}
 
-    __device__ Rows placement(int key = 0) const { return {tile.head.q, tile.queries.begin, key, warp_row}; }
-    __device__ int heads() const { return PACK > 1 ? (tile.head.k + 1) * group_of(p) - tile.head.q : 1; }
+    __device__ const Head& head() const { return piece.tile.head; }
+    __device__ TileRows placement(int key = 0) const { return {head().q, piece.tile.queries.begin, key, warp_row}; }
     __device__ void done_with(unsigned n) const { s.release(s.empty(first + n, half)); }
 
     // S = Q K^T of the n-th tile, in the background.
@@ -201,12 +225,12 @@ struct Consumer {
     // Products become probabilities; what O so far is to be multiplied by. Whether that is not 1.
     __device__ bool take(Scores& scores, int step, float (&shrink)[1][2]) {
         int key = walk.tile(step) * KEYS;
-        Rows at = placement(key);
-        Pairs pairs(p, tile.head);
+        TileRows at = placement(key);
+        Pairs pairs(p, head());
         InMemory<1, false> arrays(pairs, at);
         score(scores, at, pairs, arrays);
-        Range queries{tile.queries.begin, tile.queries.begin + HEAD_ROWS};
-        if (walk.tests(p, tile.head, queries, step))
+        int begin = piece.tile.queries.begin;
+        if (walk.tests(p, head(), {begin, begin + HEAD_ROWS}, step))
             hide(scores, at, pairs, KeysSeen<KEYS>(pairs, key), arrays, MINUS_INFINITY);
         float largest[1][2];
         softmax.row_maximum(scores, largest);
@@ -219,7 +243,7 @@ struct Consumer {
     // Zeros in V of keys that no query sees: of the n-th tile, for both warpgroups, by the one whose tile it is.
     __device__ void clear_keys(unsigned n, int step) const {
         if constexpr (!K_ENDS) return;
-        Range live = tile.head.live_keys(p);
+        Range live = head().live_keys(p);
         int key = walk.tile(step) * KEYS;
         if (live.end >= key + KEYS && (!walk::BOUND_FIRST || key >= live.begin)) return;
         DeadRows<KEYS> dead([&](int j) { return key + j >= live.end || (walk::BOUND_FIRST && key + j < live.begin); });
@@ -345,40 +369,45 @@ struct Consumer {
         for (int h = 0; h < 2; h++)
             softmax.sum[0][h] += load_shared_number(s.sum(half ^ 1, warp_row + Scores::row(0, 2 * h)), Accum());
         sync_threads<256>(BOTH);  // before these places are a tile's maxima again
-        Pairs pairs(p, tile.head);
-        Rows at = placement();
+        Pairs pairs(p, head());
+        TileRows at = placement();
         softmax.close(pairs.unit(), 1, [&](int r) -> float {
             return cut() ? MINUS_INFINITY : pairs.sink(at(r, 0).head);  // (to all shares it is added once)
         });
-        float* lse = p.lse;
-        if (cut()) lse = p.share_lse + share_row(p, tile.share, 0);
-        if (lse != nullptr && half == 0 && threadIdx.x % 4 == 0) {
+        if ((cut() || p.lse != nullptr) && half == 0 && threadIdx.x % 4 == 0) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                Pair x = at(Scores::row(0, 2 * h), 0);
-                if (real(x)) lse[row_number(x)] = softmax.maximum[0][h];
+                int row = Scores::row(0, 2 * h);
+                Pair x = at(row, 0);
+                if (real(x)) *(cut() ? p.share_lse + left(row, x) : p.lse + row_number(x)) = softmax.maximum[0][h];
             }
         }
     }
-    __device__ bool cut() const { return SHARES && shares > 1; }
-    __device__ bool real(const Pair& x) const { return x.head - tile.head.q < heads() && x.i < tile.head.queries(p); }
-    __device__ long long row_number(const Pair& x) const { return tile.head.other(x.head).row_number(p, x.i); }
+    __device__ bool cut() const { return SHARES && piece.place != Piece::WHOLE; }
+    __device__ bool real(const Pair& x) const {
+        return x.head - head().q < heads_of(p, head()) && x.i < head().queries(p);
+    }
+    __device__ long long row_number(const Pair& x) const { return head().other(x.head).row_number(p, x.i); }
+    // Where a row of a share is left.
+    __device__ long long left(int row, const Pair& x) const {
+        return left_row(p, piece.place, warp_row + row, row_number(x));
+    }
 
     __device__ void store() {
         softmax.scale_rows(o, softmax.sum);
-        Rows at = placement();
+        TileRows at = placement();
         int column = half * HALF;
         if (cut()) {
             store_float_rows(o, true, HALF, [&](int row) -> float* {
                 Pair x = at(row, 0);
-                return real(x) ? p.share_out + share_row(p, tile.share, row_number(x)) * DIM_V + column : nullptr;
+                return real(x) ? p.share_out + left(row, x) * DIM_V + column : nullptr;
             });
         } else {
             const Strides& to = p.out_strides;
-            Out* out = tile.head.query_row(p.out, to) + column;
+            Out* out = head().query_row(p.out, to) + column;
             store_rows(o, to.head % 8 == 0 && aligned(out, to.row, HALF), HALF, [&](int row) -> Out* {
                 Pair x = at(row, 0);
-                return real(x) ? out + (x.head - tile.head.q) * to.head + x.i * to.row : nullptr;
+                return real(x) ? out + (x.head - head().q) * to.head + x.i * to.row : nullptr;
             });
         }
     }
@@ -386,10 +415,10 @@ struct Consumer {
     __device__ void run() {
         for (unsigned tiles = 0;; tiles++) {
             mbarrier_wait(s.q_full(), tiles % 2);
-            if (!s.told(p, tile, shares)) return;
-            walk = share_of(p, tile, shares);
+            if (!s.told(p, piece)) return;
+            walk = TileWalk(piece.keys);
             int count = walk.count();
-            softmax = OnlineSoftmax<1>(Pairs(p, tile.head).factor());
+            softmax = OnlineSoftmax<1>(Pairs(p, head()).factor());
             o.clear();
             if (half == 0)
                 visit_even(count);
@@ -404,11 +433,16 @@ struct Consumer {
 };
 
 // Launched where keys are dealt out in shares.
-extern "C" __global__ void __launch_bounds__(COMBINERS) attention_combine(const __grid_constant__ Params p) {
-    if constexpr (SHARES && BY_BLOCKS)
-        combine_by_block(p, blockIdx.x);
+extern "C" __global__ void __launch_bounds__(COMBINERS, 1024 / COMBINERS)
+    attention_combine(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    int warp = threadIdx.x / 32;
+    if constexpr (STRETCHES)
+        combine_place(p, blockIdx.x / PLACE_BLOCKS, blockIdx.x % PLACE_BLOCKS * 4 + warp);
+    else if constexpr (SHARES && BY_SHARES)
+        combine_by_shares(p, blockIdx.x);
     else if constexpr (SHARES)
-        combine_by_warp(p, blockIdx.x * 4ll + threadIdx.x / 32);
+        combine_by_stripes(p, blockIdx.x, warp);
 }
 
 extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
@@ -422,6 +456,7 @@ extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
         tma_prefetch(maps.k);
     }
     __syncthreads();
+    if (SHARES && threadIdx.x == 0) let_next_kernel_start();  // where thread blocks have ended, to wait for the others
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (warpgroup == -1) {
         shrink_registers<LOADER_REGISTERS>();

@@ -1,63 +1,105 @@
-// Keys of latent attention in shares: of what size, and a row made of them. O is wide, so that a share leaves much in
-// memory: sequences are cut where some thread block would have more to do than others, and no more.
+// What shares of latent attention leave in memory becomes rows. What was not cut is written already.
 #pragma once
 #include "attention/shares.cuh"
-#include "sm90/forward_schedule.cuh"
+#include "sm90/latent_stretches.cuh"
 
-// How many key tiles a share has. BY_LENGTH, by what there is to do in all, of which each multiprocessor should have as
-// much: a warp sums it up. What one block can do beside the others is not cut; else shares are half as long as what
-// each has, or SHARE_TILES.
-struct ShareSize {
-    int tiles = 1;
+constexpr int SPLIT = 4;  // shares of a row, dealt out to so many warps
+constexpr int STRIPE = 128, STRIPES = DIM_V / STRIPE;
+constexpr int COMBINERS = BY_SHARES ? 32 * SPLIT * STRIPES : 128;
 
-    __device__ ShareSize(const Params& p) {
-        if constexpr (!BY_LENGTH) return;
-        float sum = 0;
-        int longest = 0;
-        for (int n = threadIdx.x % 32; n < p.batch; n += 32) {
-            int own = tiles_in(Head::of(p, n, 0, 0).keys(p), KEYS);
-            sum += own;
-            longest = max(longest, own);
-        }
+// Rows of a tile of queries, and of how many heads it has some.
+using TileRows = Placement<false, PACK == 1 ? 0 : HEAD_ROWS>;
+__device__ inline int heads_of(const Params& p, const Head& first) {
+    return PACK > 1 ? min(PACK, (first.k + 1) * group_of(p) - first.q) : 1;
+}
+
+__device__ inline void add_times(float4& sum, float w, float4 x) {
+    sum.x = fmaf(w, x.x, sum.x), sum.y = fmaf(w, x.y, sum.y);
+    sum.z = fmaf(w, x.z, sum.z), sum.w = fmaf(w, x.w, sum.w);
+}
+__device__ inline void store_four(Out* to, float4 x) {
+    if ((unsigned long long)to % 8 == 0) {
+        *(uint2*)to = {pack2<Out>(x.x, x.y), pack2<Out>(x.z, x.w)};
+    } else {
+        to[0] = from_float<Out>(x.x), to[1] = from_float<Out>(x.y);
+        to[2] = from_float<Out>(x.z), to[3] = from_float<Out>(x.w);
+    }
+}
+
+// Which row of all that shares leave in memory is row `row` of a tile of queries, or `number` of an array that has a
+// number for each query.
+__device__ inline long long left_row(const Params& p, int place, int row, long long number) {
+    return STRETCHES ? place * (long long)ROWS + row : share_row(p, place, number);
+}
+
+// A stripe of a row of `parts` parts, by a warp; at(n): which row part n is.
+template <class F>
+__device__ void combine_stripe(const Params& p, const Head& head, int query, int stripe, int parts, F at) {
+    int lane = threadIdx.x % 32;
+    auto lse = [&](int n) { return p.share_lse[at(n)]; };
+    float alone = MINUS_INFINITY;
+    if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
+    float top = alone, sum = 0;
+    for (int n = lane; n < parts; n += 32) top = larger(top, lse(n));
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, step);
-            longest = max(longest, __shfl_xor_sync(~0u, longest, step));
+    for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
+    if (top == MINUS_INFINITY) top = 0;  // no part has a key that the query sees
+    auto weight = [&](float of) { return exp2_approx((of - top) * LOG2_E); };
+    for (int n = lane; n < parts; n += 32) sum += weight(lse(n));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if constexpr (SINKS) sum += weight(alone);
+    float inverse = sum == 0 ? 0 : 1 / sum;
+    if (p.lse != nullptr && lane == 0 && stripe == 0)
+        p.lse[head.row_number(p, query)] = sum == 0 ? MINUS_INFINITY : top + log(sum);
+
+    int column = stripe * STRIPE + 4 * lane;
+    float4 result{0, 0, 0, 0};
+    for (int first = 0; first < parts; first += 32) {
+        int count = min(32, parts - first);
+        float own = lane < count ? weight(lse(first + lane)) * inverse : 0;
+#pragma unroll 8
+        for (int n = 0; n < count; n++) {
+            float w = __shfl_sync(~0u, own, n);
+            add_times(result, w, *(const float4*)(p.share_out + (long long)at(first + n) * DIM_V + column));
         }
-        int each = int(fminf(sum * p.wide / p.processors, 1 << 24)) + 1;
-        tiles = max(longest <= each + each / 8 ? longest : tiles_in(each, 2), SHARE_TILES);
     }
-
-    __device__ int shares(const Params& p, const Head& head) const {
-        if constexpr (!SHARES) return 1;
-        return BY_LENGTH ? shares_of_keys(head.keys(p), tiles) : p.shares;
-    }
-};
-
-// Over the key tiles of a tile of queries, or of its share.
-__device__ inline TileWalk share_of(const Params& p, const Tile& tile, int shares) {
-    TileWalk walk(p, tile.head, tile.queries);
-    return SHARES ? walk.share(tile.share, shares) : walk;
+    store_four(head.query_row(p.out, p.out_strides, query) + column, result);
 }
 
-// What shares have left becomes a row: by a warp, or (BY_BLOCKS, where rows are few and so shares many) by a block, of
-// which a warp has a fourth of the columns and every fourth share. What has one share is written.
-constexpr int SPLIT = 4, STRIPE = DIM_V / SPLIT, COMBINERS = BY_BLOCKS ? 32 * SPLIT * SPLIT : 128;
+// Where blocks have stretches: at each place as many of the rows as there are parts of them, by PLACE_BLOCKS blocks. So
+// all have as much to do, be the parts few or many.
+constexpr int PLACE_WARPS = PLACE_BLOCKS * COMBINERS / 32;
 
-__device__ inline void combine_by_warp(const Params& p, long long row) {
-    if (row >= Sequence::all_query_numbers(p)) return;
+__device__ inline void combine_place(const Params& p, int place, int warp) {
+    PlaceNote note = PlaceNote::read(p, place);
+    if (note.parts == 0) return;
+    Head head = Head::of_q(p, note.batch, note.head);
+    Range rows = Range{0, heads_of(p, head) * HEAD_ROWS}.share(note.part, note.parts);
+    for (int n = STRIPES * rows.begin + warp; n < STRIPES * rows.end; n += PLACE_WARPS) {
+        int row = n / STRIPES;
+        Pair at = TileRows{head.q, 0, 0}(row, 0);
+        if (at.i >= head.queries(p)) continue;
+        int first = note.origin(p, place) * ROWS + row, next = 2 * ROWS * p.columns;
+        combine_stripe(p, head.other(at.head), at.i, n % STRIPES, note.parts,
+                       [&](int part) { return first + part * next + (part == 0) * ROWS; });
+    }
+}
+
+// Where each tile has as many shares: a row by a block, of which a warp has a stripe or (BY_SHARES, where rows are few
+// and so shares many) of that every fourth share.
+__device__ inline void combine_by_stripes(const Params& p, long long row, int stripe) {
     QueryOf at = Sequence::numbered_query(p, row);
-    int shares = ShareSize(p).shares(p, Head::of_q(p, at.batch, at.head));
-    if (shares > 1) combine_shares<DIM_V>(p, row, [=](const Head&) { return shares; });
+    combine_stripe(p, Head::of_q(p, at.batch, at.head), at.query, stripe, p.shares,
+                   [&](int n) { return share_row(p, n, row); });
 }
 
-__device__ inline void combine_by_block(const Params& p, long long row) {
+__device__ inline void combine_by_shares(const Params& p, long long row) {
     __shared__ float4 parts[SPLIT][DIM_V / 4];
-    int lane = threadIdx.x % 32, stripe = threadIdx.x / 32 % SPLIT, of = threadIdx.x / 32 / SPLIT;
+    int lane = threadIdx.x % 32, stripe = threadIdx.x / 32 % STRIPES, of = threadIdx.x / 32 / STRIPES;
+    int shares = p.shares;
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
-    int shares = ShareSize(p).shares(p, head);
-    if (shares == 1) return;
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
     float alone = MINUS_INFINITY;
     if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
@@ -80,9 +122,7 @@ __device__ inline void combine_by_block(const Params& p, long long row) {
 #pragma unroll 8
     for (int n = of; n < shares; n += SPLIT) {
         float w = weight(lse(n)) * inverse;
-        float4 x = *(const float4*)(from + n * next);
-        result.x = fmaf(w, x.x, result.x), result.y = fmaf(w, x.y, result.y);
-        result.z = fmaf(w, x.z, result.z), result.w = fmaf(w, x.w, result.w);
+        add_times(result, w, *(const float4*)(from + n * next));
     }
     parts[of][stripe * 32 + lane] = result;
     __syncthreads();
@@ -92,11 +132,5 @@ __device__ inline void combine_by_block(const Params& p, long long row) {
         float4 x = parts[n][stripe * 32 + lane];
         result.x += x.x, result.y += x.y, result.z += x.z, result.w += x.w;
     }
-    Out* out = head.query_row(p.out, p.out_strides, at.query) + stripe * STRIPE + 4 * lane;
-    if ((unsigned long long)out % 8 == 0) {
-        *(uint2*)out = {pack2<Out>(result.x, result.y), pack2<Out>(result.z, result.w)};
-    } else {
-        out[0] = from_float<Out>(result.x), out[1] = from_float<Out>(result.y);
-        out[2] = from_float<Out>(result.z), out[3] = from_float<Out>(result.w);
-    }
+    store_four(head.query_row(p.out, p.out_strides, at.query) + stripe * STRIPE + 4 * lane, result);
 }

@@ -15,9 +15,13 @@ from .likely import as_dense
 from .sm90_memory import common, dots
 
 ROWS, KEYS = 64, 64
-FEW_ROWS = 2048  # up to so many are made of shares by a block each, more by a warp
+FEW_ROWS = 2048  # up to so many are made of shares by 16 warps each, more by 4
+# Where lengths are data, blocks have equal stretches of all key tiles: of LEAST_TILES at least, where some sequence has
+# as many. To begin a tile of queries counts as BEGIN_TILES, and less is not cut off. At each place of results of shares
+# PLACE_BLOCKS put rows together.
+LEAST_TILES, BEGIN_TILES, PLACE_BLOCKS = 8, 2, 8
+AHEAD = 2  # key tiles that are asked for to come to the L2 cache, before they have a place in shared memory
 DIM, DIM_V = 576, 512
-LEAST_TILES, MOST_LEFT = 8, 1 << 26  # key tiles of a share, at least; bytes that shares leave in memory, at most
 # Q, two tiles of K, P, two numbers a row, barriers
 MEMORY = 2 * (ROWS * DIM + 2 * KEYS * DIM + ROWS * KEYS) + 2 * 4 * ROWS + 128
 TAKEN = ("sinks", "seqlens_k", "page_table")  # arrays
@@ -43,45 +47,52 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
-    share_tiles, wide = 0, tiles // max(1, problem.batch)
-    if problem.has("seqlens_k") and problem.batch > 1 and problem.seq_q <= span and problem.left is None:
-        # By the lengths that there are; as few as leave no more than that in memory.
-        share_tiles, most = LEAST_TILES, ceil(problem.seq_k, KEYS)
-        while ceil(most, share_tiles) * left(problem) > MOST_LEFT and share_tiles < most:
-            share_tiles *= 2
-        parts = ceil(most, share_tiles)
+    wide, most = tiles // max(1, problem.batch), ceil(problem.seq_k, KEYS)
+    stretches = (
+        problem.has("seqlens_k") and problem.batch > 1 and problem.seq_q <= span and problem.left is None
+        and LEAST_TILES < most and tiles * (most + BEGIN_TILES) < 2**30
+    )  # fmt: skip
+    if stretches:
+        parts = ceil(most, LEAST_TILES)
     else:
         visit = shares.Visit(VISIT_SECONDS)
         parts = shares.shares(likely, shares.Tiles(tiles, span, KEYS, 1, visit), arch.sms).number
-    share_tiles *= parts > 1
     grid = min(tiles * parts, arch.sms)
+    if stretches and grid % wide * 16 <= grid:
+        grid -= grid % wide
+    columns = math.gcd(grid, wide) if stretches else 1
     rows = math.prod(query_numbers(problem))
-    by_blocks = rows <= FEW_ROWS
-    combine = Launch("attention_combine", rows, 512) if by_blocks else Launch("attention_combine", ceil(rows, 4), 128)
+    by_shares = rows <= FEW_ROWS and not stretches
+    places = 2 * grid if stretches else 0
+    blocks, threads = (places * PLACE_BLOCKS, 128) if stretches else (rows, 512 if by_shares else 128)
+    combine = Launch("attention_combine", blocks, threads, waits=True)
     banded = problem.left is not None or problem.right is not None
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
-    dynamic = not alike and tiles * parts > grid
+    dynamic = not (alike or stretches) and tiles * parts > grid
     key_box = KEYS if problem.page is None else math.gcd(problem.page, KEYS)
     constants = (
         ("DIM", DIM), ("DIM_V", DIM_V), dots(problem)[0], ("WARPGROUPS", 1), ("KEYS", KEYS), ("KEY_BOX", key_box),
-        ("SHARE_TILES", share_tiles), ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", 1),
-        ("BY_BLOCKS", by_blocks), ("SHARED_MEMORY", MEMORY), *features(problem),
+        ("SHARE_TILES", 0), ("LEAST_TILES", LEAST_TILES if stretches else 0), ("BEGIN_TILES", BEGIN_TILES),
+        ("AHEAD", AHEAD), ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", 1),
+        ("PLACE_BLOCKS", PLACE_BLOCKS), ("BY_SHARES", by_shares), ("SHARED_MEMORY", MEMORY), *features(problem),
     )  # fmt: skip
     launch = Launch("attention_forward", grid, 384, MEMORY)
-    spaces = (Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, DIM_V))
+    left = shares.left(problem, parts, DIM_V)
+    if stretches:
+        left = (
+            Workspace("share_out", "float32", (places * ROWS, DIM_V)),
+            Workspace("share_lse", "float32", (places * ROWS,)),
+        )
+    notes = Workspace("share_notes", "uint32", (places, 4))
+    spaces = (Workspace("counters", "uint32", (3 if dynamic else 0,)), *left, notes)
     return KernelPlan(
         **common(problem, arch, FORWARD) | {"source": "sm90/latent.cu"},
         constants=constants,
         launches=(launch, combine) if parts > 1 else (launch,),
         workspace=spaces,
         maps=(Box("q", span, pack), Box("k", key_box)),
-        scalars=(("shares", parts), ("wide", wide), ("processors", arch.sms)),
+        scalars=(("shares", parts), ("columns", columns)),
     )
-
-
-def left(problem: AttentionProblem) -> int:
-    """Bytes of a share's results."""
-    return 4 * math.prod(query_numbers(problem)) * DIM_V
 
 
 def pack_of(problem: AttentionProblem) -> int:
