@@ -314,9 +314,10 @@ def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatc
 @pytest.mark.parametrize(
     ("heads", "length", "how", "near", "forward", "backward"),
     [
-        ((16, 16), 1 << 14, {"causal": True}, True, "keys", "heads"),  # copies of heads take the host as long as all
-        ((16, 16), 1 << 16, {"causal": True}, True, "heads", "heads"),
-        ((32, 8), 1 << 16, {"causal": True}, True, "keys", "keys"),
+        ((16, 16), 1 << 14, {"causal": True}, True, "heads", "heads"),
+        ((32, 8), 1 << 16, {"causal": True}, True, "heads", "heads"),  # more bytes, but one call
+        ((32, 4), 1 << 16, {"causal": True}, True, "keys", "heads"),
+        ((32, 8), 1 << 16, {"causal": True}, False, "keys", "keys"),
         ((16, 16), 1 << 17, {"causal": True, "window": (1023, None)}, True, "keys", "keys"),  # of neighbours alone
         ((16, 16), 1 << 16, {"causal": True}, False, "keys", "heads"),
         ((16, 16), 1 << 16, {"groups": 16}, True, "keys", "keys"),  # of heads there are 8

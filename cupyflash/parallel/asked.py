@@ -93,17 +93,14 @@ def usual_exchange(group: Any, exchange: Any, given: dict[str, Any], k: Any, row
 def usual_of_two(group: Any, operands: dict[str, Any], plan: dict[str, Any], given: dict[str, Any]) -> str:
     """The exchange of a call that could have both."""
     ranks: Group = of(group)
-    (batch, _, heads_q, dim), (_, _, heads_k, dim_v) = (
-        four(operands[name], given.get("layout", "bshd")).shape for name in "qv"
-    )
+    heads_q, heads_k = (four(operands[name], given.get("layout", "bshd")).shape[2] for name in "qv")
     if isinstance(plan["groups"], numbers.Integral) and plan["groups"] > heads_k // ranks.size:  # of keys alone
         return "keys"
     rows, key_rows = plan["rows"], plan["key_rows"] or plan["rows"]
     sight = band_of(rows, key_rows, given.get("window"), given.get("causal"))
     of_pass = BACKWARD if "dout" in operands else FORWARD
     near, ratio = getattr(ranks, "window", None) is not None, 2 if wide(operands["k"]) else 1
-    work = 2 * (dim + dim_v) * batch * heads_q
-    return lighter(rows, key_rows, sight, heads_q, heads_k, of_pass, ratio, near=near, work=work)
+    return lighter(rows, key_rows, sight, heads_q, heads_k, of_pass, ratio, near=near)
 
 
 def own_rows(x: Any) -> bool:

@@ -109,7 +109,7 @@ def explain(
     near, both = size <= m.host, hk % size == 0 and groups <= hk // size
     band, work = band_of(rows, keys, _CHECKS["window"](window), _CHECKS["causal"](causal)), 4 * batch * heads * dim
     kinds = [
-        exchange or (lighter(rows, keys, band, heads, hk, of, wide // item, near=near, work=work) if both else "keys")
+        exchange or (lighter(rows, keys, band, heads, hk, of, wide // item, near=near) if both else "keys")
         for of in (FORWARD, BACKWARD)
     ]
     kv = come(rows, keys, band) * 2 * batch * hk * dim * item

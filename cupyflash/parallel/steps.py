@@ -19,7 +19,7 @@ from .rows import Rows, Span, common, cut, joined
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
 GROUP_WORK = 1e11  # operations of a group of heads: some 0.2 ms of a GPU, in which its launches and transfers hide
 GROUP_ROWS = 1 << 16  # rows of a group's query heads in a call: some tiles for each multiprocessor
-HEADS_WORK = 2e12  # operations of a forward, some 3 ms of a GPU, for which the host's copies of heads pay
+NEAR_HEADS = 3  # times as many bytes as keys that heads may have between near ranks: one call is quicker than its parts
 GROUPS = 4  # more hide little more, and each begins and ends with idle multiprocessors
 GROUP_BYTES = 1 << 24  # of K and V that come to a rank for a group: 0.05 ms, about what a group more costs
 
@@ -171,16 +171,12 @@ def reach(rows: Rows, sight: Sight) -> int:
 
 @functools.lru_cache(maxsize=256)
 def lighter(
-    rows: Rows, key_rows: Rows, sight: Sight, heads_q: int, heads_k: int, of: Pass, ratio: int, *, near: bool, work: int
+    rows: Rows, key_rows: Rows, sight: Sight, heads_q: int, heads_k: int, of: Pass, ratio: int, *, near: bool
 ) -> str:
     """Of the two exchanges that for which a rank waits less. ratio: of the bytes of a wide number to those of one of K.
-    near: ranks reach each other's memory; then heads are many small copies around one long call, and keys come while a
-    rank computes. work: operations of a pair, of all heads and batch entries."""
-    ranks = rows.size
-    if near and of is FORWARD and work * reach(rows, sight) / ranks < HEADS_WORK:
-        return "keys"
-    seen = fetched(rows, key_rows, sight)
-    of_keys = (2 if of is FORWARD else 2 + 2 * ratio) * heads_k * ranks * seen  # K and V; dK and dV, wide
+    near: ranks reach each other's memory."""
+    seen = fetched(rows, key_rows, sight) * (NEAR_HEADS if near else 1)
+    of_keys = (2 if of is FORWARD else 2 + 2 * ratio) * heads_k * rows.size * seen  # K and V; dK and dV, wide
     of_heads = (2 if of is FORWARD else 4) * (heads_q + heads_k)  # Q, K, V and O; backward dO and three gradients, too
     return "keys" if of_keys < of_heads or (of_keys == of_heads and not near) else "heads"
 
