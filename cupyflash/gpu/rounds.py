@@ -14,6 +14,7 @@ from .kernel_plan import KernelPlan, ceil, query_numbers
 from .measured import number
 
 MOST = 64
+ROOM = 2.5  # times q's bytes that workspace may take: rounds cost time, and a backward has 5 of these
 # Between rounds multiprocessors wait for the last tile. A round is reckoned to take no less than so many seconds, and
 # fills every multiprocessor so many times, the last time nearly; all together take no more than LOSS times one.
 SHORTEST, FEWEST_TIMES, LOSS = 2e-4, 2, 1.05
@@ -22,7 +23,7 @@ SHORTEST, FEWEST_TIMES, LOSS = 2e-4, 2, 1.05
 def divided(
     made: KernelPlan, problem: AttentionProblem, arch: Arch, make: Callable[[AttentionProblem], KernelPlan]
 ) -> KernelPlan:
-    """A plan in rounds, where what it splits takes more memory than q; `make` plans a problem with fewer heads."""
+    """A plan in rounds, where what it splits takes more than ROOM; `make` plans a problem with fewer heads."""
     heads = sizes(made, problem, arch)
     if not heads:
         return made
@@ -37,16 +38,16 @@ def divided(
 
 
 def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int, ...]:
-    """How many heads of K and V each round has: the fewest rounds of which none takes more workspace than q, or as many
-    as there may be; () where one is enough."""
+    """How many heads of K and V each round has: the fewest rounds of which none takes more workspace than ROOM, or as
+    many as there may be; () where one is enough."""
     grids = {x.name: x.grid for x in made.launches}
-    own = ITEMSIZE[problem.dtype] * math.prod(query_numbers(problem)) * problem.dim
+    room = ROOM * ITEMSIZE[problem.dtype] * math.prod(query_numbers(problem)) * problem.dim
     taken = sum(x.nbytes for x in made.workspace)
     # Of packed sequences a head has the rows of all; else heads are numbered over the batch.
     packed = problem.rows_q is not None, problem.rows_k is not None
     if "attention_split" not in grids or "attention_combine" in grids:  # rows of shares are numbered over all heads
         return ()
-    if taken <= own or packed[0] != packed[1]:
+    if taken <= room or packed[0] != packed[1]:
         return ()
     total = problem.heads_k * (1 if packed[0] else problem.batch)
     fewest, each = FEWEST_TIMES * int(dict(made.constants)["MIN_BLOCKS"]), grids[f"attention_{made.of}"] // total
@@ -58,7 +59,7 @@ def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int,
         tiles = [ceil(n * each, arch.sms) for n in heads]  # of the busiest multiprocessor
         if min(tiles) >= fewest and sum(tiles) <= LOSS * ceil(total * each, arch.sms):
             found = heads
-            if taken * size <= own * total:
+            if taken * size <= room * total:
                 break
     return found
 
