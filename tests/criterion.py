@@ -66,9 +66,9 @@ def assert_as_good(
         warnings.warn(text, ByLuck, stacklevel=2)
 
 
-def assert_mean_errors(actual: np.ndarray, exact: np.ndarray, own: np.ndarray, name: str) -> None:
+def assert_mean_errors(actual: np.ndarray, exact: np.ndarray, own: np.ndarray, name: str, unit: float = 1.0) -> None:
     """The root mean square error of each head, (B, S, H, D), beside that of own precision: what is off by little
-    everywhere, or where all numbers are small beside the largest of another head.
+    everywhere, or where all numbers are small beside the largest of another head. unit: as of `assert_as_good`.
 
     Of heads with few numbers nothing is known, nor where one is not finite.
     """
@@ -79,7 +79,7 @@ def assert_mean_errors(actual: np.ndarray, exact: np.ndarray, own: np.ndarray, n
         size = np.sqrt(np.mean(exact**2, axes))
         rounded = exact.astype(actual.dtype).astype(np.float64)
         errors = [np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2, axes)) for x in (actual, own, rounded)]
-    allowed = 2 * errors[1] + 2 * errors[2] + 1e-5 + 1e-6 * size
+    allowed = 2 * errors[1] + 2 * errors[2] + 1e-5 * unit + 1e-6 * size
     wrong = np.isfinite(allowed) & ~(errors[0] <= allowed)
     if wrong.any():
         at = _first(wrong)

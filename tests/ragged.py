@@ -6,15 +6,18 @@ as the n-th batch entry of a dense call: what goes by its number (dropout, score
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import warnings
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from backends import CPU, Backend
-from criterion import as_good_as_rounding, assert_as_good
-from reference import DTYPES, draw, standard, standard_in_own_precision, state
+from criterion import ByLuck, as_good_as_rounding, assert_as_good
+from reference import DTYPES, draw, flash2_in_own_precision, standard, standard_in_own_precision, state
 from score_functions import WRITTEN, key, of_dtype
 
 from cupyflash import attention, attention_backward, block_mask
@@ -160,10 +163,17 @@ def of_array(case: Case, name: str, x: np.ndarray, n: int, lq: int, lk: int) -> 
     return (entry(x.shape[0]), slice(None)) if name == "alibi_slopes" else (slice(None),) * x.ndim
 
 
+def published(*arrays: Any, **given: np.ndarray) -> Any:
+    """FlashAttention-2's gradients in own precision; what else there is as standard attention has it."""
+    own = standard_in_own_precision(*arrays, **given)
+    return SimpleNamespace(out=own.out, lse=own.lse, dv=own.dv, luck={}, **flash2_in_own_precision(*arrays, **given))
+
+
 def expected(
-    case: Case, own_precision: bool, backward: bool, luck: dict[str, float] | None = None
+    case: Case, own_precision: bool, backward: bool, luck: dict[str, float] | None = None, compute: Any = None
 ) -> dict[str, np.ndarray]:
-    """The results of a call, sequence by sequence; `luck` gets that of gradients of optional arrays."""
+    """The results of a call, sequence by sequence; `luck` gets that of gradients of optional arrays. compute: in the
+    place of standard attention."""
     arrays, dtype = case.arrays, case.arrays["q"].dtype.name
     hq, dv = arrays["q"].shape[-2], arrays["v"].shape[-1]
     rows = arrays["q"].shape[:-2]
@@ -173,7 +183,7 @@ def expected(
         results |= {f"d{name}": np.zeros(arrays[name].shape) for name in "qkv"}
         wanted = [name for name in case.given if name in GRADIENTS or name.startswith("score_arrays[")]
         results |= {f"d{name}": np.zeros(case.given[name].shape) for name in wanted if _is_float(case.given[name])}
-    compute = standard_in_own_precision if own_precision and dtype != "float64" else standard
+    compute = compute or (standard_in_own_precision if own_precision and dtype != "float64" else standard)
     for n, (of_q, of_k) in enumerate(zip(case.queries, case.keys)):
         one = {name: picked(arrays[name], of_k if name in "kv" else of_q) for name in ("q", "k", "v", "dout")}
         lq, lk = len(one["q"]), len(one["k"])
@@ -287,7 +297,25 @@ def judge(case: Case, found: dict[str, np.ndarray], backward: bool) -> None:
     exact, own = expected(case, False, backward, luck), expected(case, True, backward)
     units = _units(case, {name: x / 1e-5 for name, x in luck.items()})
     for name, x in found.items():
-        assert_as_good(x, exact[name], own[name], name, units.get(name, 1.0))
+        unit = units.get(name, 1.0)
+        with contextlib.suppress(AssertionError):
+            assert_as_good(x, exact[name], own[name], name, unit, luck=False)
+            continue
+        of_published = None if name in ("out", "lse", "dv") else expected(case, True, True, compute=published)[name]
+        if of_published is not None:
+            with contextlib.suppress(AssertionError):
+                assert_as_good(x, exact[name], of_published, name, luck=False)
+                continue
+        try:
+            assert_as_good(x, exact[name], own[name], name, unit)
+        except AssertionError:
+            if of_published is None:
+                raise
+            error, allowed = (np.abs(y.astype(np.float64) - exact[name]).max() for y in (x, of_published))
+            if not error <= 3 * allowed < np.inf:  # as semantics.Judge
+                raise
+            text = f"{name} is off by {error:.4e}, FlashAttention-2's algorithm in this precision by {allowed:.4e}"
+            warnings.warn(text, ByLuck, stacklevel=2)
 
 
 def _units(case: Case, luck: dict[str, float]) -> dict[str, float]:

@@ -226,7 +226,7 @@ def flash2_in_own_precision(
     ds = rounded(of_scores * slope)
     dq = rounded(ds @ kh * problem.scale)
     dk = (ds.swapaxes(-1, -2) @ qh * problem.scale).reshape(
-        problem.batch, problem.heads_k, problem.group, problem.seq_k, -1
+        problem.batch, problem.heads_k, problem.group, problem.seq_k, problem.dim
     )
     of_qk = {"dq": dq.transpose(0, 2, 1, 3), "dk": rounded(dk.sum(2)).transpose(0, 2, 1, 3)}
     products = qh @ kh.swapaxes(-1, -2) * problem.scale

@@ -442,7 +442,7 @@ class Judge:
             except AssertionError:
                 if name in ("out", "dv"):
                     raise
-                assert_mean_errors(actual, right, self.published[name], name)
+                assert_mean_errors(actual, right, self.published[name], name, self.units.get(name, 1.0))
         if as_good_as_rounding(actual, right):
             return
         own = getattr(self.own, name)

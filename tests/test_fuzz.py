@@ -404,3 +404,36 @@ def test_what_a_graph_does_not_write_is_seen(stale: bool, monkeypatch: pytest.Mo
     options["rank"] = 4
     with pytest.raises(AssertionError, match="other bits") if stale else contextlib.nullcontext():
         fuzz_ways.check_graph(Graphs("cpu"), inputs, options)
+
+
+def test_what_rounding_out_costs_where_dropout_leaves_one_key() -> None:
+    """rowsum(dO * O) has the rounding of O, which V over what is kept is not, and standard attention gives 0: gradients
+    of FlashAttention-2's algorithm are as good as that, and three times as far off is luck; further is wrong."""
+    how: dict[str, Any] = {"dtype": "float16", "form_q": "dense", "heads": (3, 1), "dims": (70, 168)}
+    case = ragged.draw_case(
+        np.random.default_rng(0), [1] * 17, [0, *[1] * 16], given=("seed",), options={"dropout": 0.485}, **how
+    )
+    exact = ragged.expected(case, False, True)
+    found = ragged.expected(case, True, True, compute=ragged.published)
+    own = ragged.expected(case, True, True)["dq"]
+    assert np.abs(found["dq"] - exact["dq"]).max() > 3 * np.abs(own - exact["dq"]).max()
+    dtypes = {name: case.arrays["q"].dtype for name in ("out", "dq", "dk", "dv")}
+    found = {name: x.astype(dtypes.get(name, np.float32)) for name, x in found.items()}
+    for times, how_far in ((1, None), (2.5, ByLuck), (4, AssertionError)):
+        dq = (exact["dq"] + times * (found["dq"] - exact["dq"])).astype(np.float16)
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if how_far:
+                stack.enter_context(pytest.raises(how_far))
+            ragged.judge(case, found | {"dq": dq}, True)
+
+
+def test_the_mean_of_heads_where_one_key_is_seen(rng: np.random.Generator) -> None:
+    """Two sums of products in float32 differ by what these are large."""
+    inputs = semantics.draw_inputs(rng, "float32", batch=1, seq=(40, 1), heads=(1, 1), dims=(256, 256))
+    inputs = inputs._replace(**{name: 8 * getattr(inputs, name) for name in ("q", "k", "v", "dout")})
+    judge = semantics.Judge(inputs, {}, True, large_scores=False, thorough=True)
+    dq = np.full(inputs.q.shape, 0.5e-5 * judge.units["dq"], np.float32)
+    judge("dq", dq)
+    with pytest.raises(AssertionError, match="dq is off by .* in the mean"):
+        judge("dq", 4 * dq)
