@@ -99,6 +99,21 @@ def test_balanced_within_five_percent(kind: str, size: int) -> None:
     assert max(map(rows.count, range(size))) == length // size
 
 
+def test_balanced_has_no_more_calls_than_pay() -> None:
+    """Of documents parts as long as these: eight a rank are as even, in calls that are short and want others' keys."""
+    pytest.importorskip("torch")
+    from cupyflash.bench.parallel_cases import documents
+
+    begin = documents(1 << 16)
+    sees = np.arange(1 << 16) - begin + 1.0
+    few, many = Rows.balanced(1 << 16, 2, sees), Rows.balanced(1 << 16, 2, sees, chunks=8)
+    assert max(map(len, few.chunks)) == 2 and max(map(len, many.chunks)) == 7
+    assert Rows.balanced(1 << 16, 4, np.ones(1 << 16)) == Rows.contiguous(1 << 16, 4)
+    causal = np.arange(1 << 16) + 1.0
+    assert max(map(len, Rows.balanced(1 << 16, 4, causal).chunks)) == 2
+    assert Rows.balanced(1 << 16, 4, np.zeros(1 << 16)).size == 4
+
+
 def overlap(x: Span, y: Span) -> int:
     return max(0, min(x[1], y[1]) - max(x[0], y[0]))
 

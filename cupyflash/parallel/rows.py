@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 Span = tuple[int, int]  # [begin, end) of a whole sequence
-CHUNKS = 8  # of a rank, that `Rows.balanced` deals out
+CHUNKS = (1, 2, 4, 8)  # of a rank, that `Rows.balanced` may deal out: where all may have as many rows, all have
+CLOSE, OF_A_CALL = 1.05, 0.03  # what the busiest rank may have to do beside the mean; what a call more costs
 MULTIPLE = 128  # rows at whose multiples chunks begin: tiles, blocks of masks and dropout are then whole
 
 
@@ -59,17 +60,28 @@ class Rows:
         return cls(*_checked(length), tuple((parts[r], parts[2 * size - 1 - r]) for r in range(size)))
 
     @classmethod
-    def balanced(cls, length: int, size: int, mask: Any, *, chunks: int = CHUNKS, multiple: int = MULTIPLE) -> Rows:
+    def balanced(
+        cls, length: int, size: int, mask: Any, *, chunks: int | None = None, multiple: int = MULTIPLE
+    ) -> Rows:
         """Parts dealt out by the pairs that a mask leaves: the heaviest first, to whom has least work of those with
         room, until no exchange of two parts makes the busiest rank's work less.
 
         mask: a `BlockMask` of the whole, what `parallel.block_mask` made, or a number for each row: how many keys it
-        sees. chunks: how many parts a rank gets.
+        sees. chunks: how many parts a rank gets; None: 1, 2, 4 or 8, what leaves the busiest rank within 5 % of the
+        mean and has no more calls than pay.
         """
-        parts = cut(length, positive("size", size) * positive("chunks", chunks), multiple)
+        asked = CHUNKS if chunks is None else (positive("chunks", chunks),)
         work = np.concatenate([[0.0], np.cumsum(_work(mask, *_checked(length)))])
-        dealt = _dealt(parts, [float(work[b] - work[a]) for a, b in parts], size)
-        return cls(length, tuple(tuple(joined(x)) for x in dealt))
+        found = []
+        for count in asked:
+            parts = cut(length, positive("size", size) * count, multiple)
+            dealt = [joined(x) for x in _dealt(parts, [float(work[b] - work[a]) for a, b in parts], size)]
+            busiest = max(sum(float(work[b] - work[a]) for a, b in x) for x in dealt)
+            uneven = busiest * size / float(work[-1]) if work[-1] else 1.0
+            calls = max(map(len, dealt))
+            found.append(((uneven > CLOSE, uneven * (1 + OF_A_CALL * calls)), dealt))
+        _, dealt = min(found, key=operator.itemgetter(0))
+        return cls(length, tuple(map(tuple, dealt)))
 
     @property
     def size(self) -> int:
