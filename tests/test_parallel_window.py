@@ -16,7 +16,7 @@ from reference import fresh_rng
 
 from cupyflash import attention, attention_backward, block_mask, parallel
 from cupyflash.gpu.copies import Copies
-from cupyflash.parallel import Rows, asked, run
+from cupyflash.parallel import Rows, asked, near, run
 
 POISON = 0xFF  # a float of such bytes is NaN
 
@@ -265,6 +265,53 @@ def test_rows_that_others_alone_see_are_packed_at_once_or_sent_as_they_are(
     # behind, and those of the last rank, which sees the first rows as well, not at all.
     packed = {0, 2} if window is None else {2, 4} if size > 2 else {2}
     assert {len(x) for x in made} == ({0} if groups == 1 and not heads_first else packed)
+
+
+@pytest.mark.parametrize("plan", [{"exchange": "keys", "groups": 2}, {"exchange": "heads"}, {"stretches": 2}])
+def test_what_is_kept_of_a_kind_serves_other_arrays(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they lie, of other strides, of another dtype, forward and backward in turn: all is listed once for each."""
+    rows, memory = Rows.zigzag(192, 2, multiple=16), Memory(2)
+    made: list[Copies] = []
+
+    def counted(pieces: Sequence[Any]) -> Copies:
+        made.append(Copies(pieces))
+        return made[-1]
+
+    monkeypatch.setattr(near, "Copies", counted)
+    given = {"rows": rows, "causal": True, "exchange": "keys"} | plan
+    drawn = {
+        dtype: [fresh_rng().standard_normal((4, 2, 192, 4, 8)).astype(dtype) for _ in range(2)]
+        for dtype in ("float64", "float32")
+    }
+    listed: list[int] = []
+
+    def work(plain: Any) -> list[Any]:
+        group, found = Near(plain, memory), []
+        group.eager = False
+        for turn in range(2):
+            for some in drawn.values():
+                for apart in (False, True):
+                    own = [rows.take(x, group.rank, 1) for x in some[turn]]
+                    own = [np.repeat(x, 2, -2)[:, :, ::2] if apart else x.copy() for x in own]
+                    out, lse = parallel.attention(*own[1:], group, return_lse=True, **given)
+                    found.append([out, *parallel.attention_backward(*own, out, lse, group, **given)])
+            memory.barrier.wait()
+            listed.append(len(made))
+            memory.barrier.wait()
+        return found
+
+    found, n = parallel.simulated(2).run(work), 0
+    assert len(set(listed)) == 1  # the second time nothing is listed again
+    for turn in range(2):
+        for dtype, some in drawn.items():
+            dout, q, k, v = some[turn]
+            out, lse = attention(q, k, v, causal=True, return_lse=True)
+            expected = [out, *attention_backward(dout, q, k, v, out, lse, causal=True)]
+            for _ in range(2):
+                for x, parts in zip(expected, zip(*(of_rank[n] for of_rank in found))):
+                    tolerance = {"float64": 1e-12, "float32": 1e-5}[dtype]
+                    np.testing.assert_allclose(rows.join(list(parts)), x, atol=tolerance, rtol=tolerance)
+                n += 1
 
 
 @needs_compiler
