@@ -205,7 +205,7 @@ def usual_groups(rows: Rows, sight: Sight, heads: int, of_q: int, work: int, sen
     calls = max(1, *(len(rows.local(r)) for r in range(rows.size)))
     by_work = int(work * reach(rows, sight) / rows.size / GROUP_WORK)
     by_rows = of_q * rows.length // (rows.size * calls) // GROUP_ROWS
-    most = max(1, int(min(heads, GROUPS, by_work, by_rows, sent // GROUP_BYTES)))
+    most = max(1, int(min(heads, GROUPS, by_work, by_rows, sent / GROUP_BYTES)))
     return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
