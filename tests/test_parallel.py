@@ -379,6 +379,30 @@ def test_explain_counts_what_is_sent(exchange: str, dtype: str) -> None:
     assert [x.sent for x in found.ranks] == sent and min(sent) > 0
 
 
+@pytest.mark.parametrize("shape", [(), (2, 1)], ids=str)
+def test_a_bias_of_all_heads_has_its_gradient_rounded_once(shape: tuple[int, ...]) -> None:
+    """Though each group of heads has a part of it."""
+    rng, rows = fresh_rng(), Rows.contiguous(64, 2, multiple=16)
+    q, k, v = (x.astype(np.float16) for x in rng.standard_normal((3, 2, 64, 8, 16)))
+    bias = rng.standard_normal((*shape, 64, 64)).astype(np.float16)
+    out, lse = attention(q, k, v, bias=bias, return_lse=True)
+    wanted = attention_backward(q, q, k, v, out, lse, bias=bias.astype("f4"), wrt=["bias"]).of_arrays["bias"]
+
+    def work(group: Any) -> Any:
+        (own, of_k, of_v, of_out), of_bias = (
+            (rows.take(x, group.rank) for x in (q, k, v, out)),
+            rows.take(bias, group.rank, -2),
+        )
+        given: dict[str, Any] = {"rows": rows, "exchange": "keys", "groups": 4, "bias": of_bias, "wrt": ["bias"]}
+        of_lse = rows.take(lse, group.rank, 2)
+        return parallel.attention_backward(own, own, of_k, of_v, of_out, of_lse, group, **given).of_arrays["bias"]
+
+    found = rows.join(parallel.simulated(2).run(work), -2)
+    assert found.dtype == np.float16
+    ulp = np.spacing(np.abs(wanted).astype(np.float16)).astype("f4")
+    assert (np.abs(found.astype("f4") - wanted) <= 0.51 * ulp + 1e-5).all()
+
+
 def test_groups_that_heads_cannot_have_are_of_keys() -> None:
     """The exchange would be of heads, of which each rank gets one."""
     rng, rows = fresh_rng(), Rows.contiguous(64, 4, multiple=16)

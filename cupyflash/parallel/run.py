@@ -229,7 +229,9 @@ def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
 def _widen(asked: Asked) -> None:
     """Of 16-bit arrays of which several calls have a gradient none is to be rounded: these are given in float32."""
     for name in asked.wrt:
-        if (x := asked.arrays.get(name)) is not None and (kind := wide(x)) and not own_rows(x):
+        if (x := asked.arrays.get(name)) is None or not (kind := wide(x)):
+            continue
+        if not own_rows(x) or (asked.groups > 1 and not _of_one_call(name, x)):
             asked.arrays[name] = cast(x, getattr(namespace(library(x)), kind))
 
 
