@@ -31,7 +31,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[KernelPlan]:
     """Those that are made; shares are two tiles of keys."""
     seen: list[KernelPlan] = []
     make = sm80.plan
-    monkeypatch.setattr(sm80, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    monkeypatch.setattr(sm80, "plan", lambda *args, **named: seen.append(make(*args, **named)) or seen[-1])
     for name, tiles in (("LENGTH_TILES", 2), ("LONG_TILES", 3)):
         monkeypatch.setattr(shares, name, tiles)
     return seen

@@ -12,6 +12,7 @@ from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from reference import state
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90_backward_tiles
 from cupyflash.gpu.plan import plan
 from cupyflash.passes import BACKWARD
 
@@ -104,8 +105,11 @@ def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if dim == 256 else GPU, of, options, others, tiles=tiles, seed=seed)
 
 
-def test_short_ones(rng: np.random.Generator) -> None:
-    """Of sequences of up to 64 rows, as the planner takes them to be, and one that is longer."""
+def test_short_ones(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences of up to 64 rows, as the planner takes them to be, and one that is longer, and alone would have no
+    such tile."""
+    every = (*sm90_backward_tiles.BACKWARD_TILES, *sm90_backward_tiles.SHORT_BACKWARD)
+    monkeypatch.setattr(sm90_backward_tiles, "BACKWARD_TILES", every)
     of = packed(rng, [60, 1, 64, 0, 9, 100], [64, 2, 63, 3, 7, 130], heads=(2, 1))
     problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
     assert dict(plan(problem, GPU, BACKWARD, "sm90").constants)["WARPGROUPS"] == 1
