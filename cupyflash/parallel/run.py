@@ -358,10 +358,10 @@ def _of_one_call(name: str, x: Any) -> bool:
 
 def _put_part(found: dict[str, Any], name: str, place: tuple[slice, ...], x: Any, like: Any) -> None:
     """What one call gives of an array of which no other gives the same elements. All of it is not copied."""
-    if name not in found and tuple(x.shape) == tuple(like.shape):
-        found[name] = x
-        return
     if name not in found:
+        if tuple(x.shape) == tuple(like.shape):
+            found[name] = x
+            return
         found[name] = zeros(tuple(like.shape), like)
     put(found[name][place], x)
 

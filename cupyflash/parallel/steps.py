@@ -198,7 +198,7 @@ def fetched(rows: Rows, key_rows: Rows, sight: Sight) -> float:
     return most
 
 
-def usual_groups(rows: Rows, sight: Sight, heads: int, of_q: int, work: int, sent: float = math.inf) -> int:
+def usual_groups(rows: Rows, sight: Sight, heads: int, of_q: int, work: int, sent: float) -> int:
     """Into how many groups a rank's key heads are cut: as many, all alike, as have enough to do for what the next one
     needs to come, fill a GPU, and hide what is worth a group. of_q: query heads of all batch entries; work: operations
     of a pair, of all these; sent: bytes of K and V that come to a rank."""
