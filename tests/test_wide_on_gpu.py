@@ -1,4 +1,4 @@
-"""Head dimensions from 256 to 576 on tensor cores, where there is a GPU: Hopper's forward, and both passes of sm80."""
+"""Head dimensions from 256 to 576 on tensor cores, where there is a GPU."""
 
 from __future__ import annotations
 
@@ -34,4 +34,9 @@ def test_wide_heads(backend: Backend, dims: tuple[int, int], kind: str, rng: np.
         pytest.skip(f"no {backend.name} kernels on this GPU")
     shapes, options = KINDS[kind]
     dtype = "float16" if dims[0] % 64 else "bfloat16"
-    check(backend, draw_inputs(rng, dtype, dims=dims, **shapes), backward=backend.name != "sm90", **options)
+    check(
+        backend,
+        draw_inputs(rng, dtype, dims=dims, **shapes),
+        backward=backend.name != "sm90" or 320 < max(dims) <= 512,
+        **options,
+    )

@@ -5,7 +5,7 @@
 // data (backward_tiles.cuh): TMA brings K and V, and Q and dO of query tile after query tile of
 // every head that shares these keys; dQ leaves by backward_dq.cuh. The other warpgroups compute,
 // with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128,
-// backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ.
+// backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ, and above 256 the columns.
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_narrow.cuh"
@@ -43,6 +43,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             s.far_ds.init();
             s.ticket.init();
         }
+        if (SPLIT_COLUMNS)
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) s.far_sums(warpgroup).init();
         mbarrier_init_fence();
         tma_prefetch(maps.q);
         tma_prefetch(maps.k);

@@ -2,6 +2,7 @@
 // dV += P^T dO and dK += dS^T Q. dS goes through shared memory as well, for dQ^T = K^T dS^T, of which each consumer
 // computes its part.
 #pragma once
+#include "sm90/backward_dead_rows.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_shares.cuh"
 
@@ -28,8 +29,8 @@ struct NarrowConsumer {
     bool owed = false;          // whether the thread that adds dQ is still to be told of a part
     bool near = true;           // whether soft caps with the keys at hand were near 0 so far: then it is asked again
 
-    Accumulator<1, DIM / 8> dk;
-    Accumulator<1, DIM_V / 8> dv;
+    Accumulator<1, BLOCK_DIM / 8> dk;
+    Accumulator<1, BLOCK_DIM_V / 8> dv;
 
     __device__ NarrowConsumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : p(p),
@@ -41,7 +42,7 @@ struct NarrowConsumer {
           dropout(p),
           own(column_offset()),
           dq_ring(s.dq(warpgroup)) {
-        static_assert(WIDE || KEYS == 64 * WARPGROUPS && DIM <= 64 * WARPGROUPS);
+        static_assert(WIDE || KEYS == 64 * WARPGROUPS && BLOCK_DIM <= 64 * WARPGROUPS);
     }
 
     __device__ static int warp() { return threadIdx.x / 32 % 4; }
@@ -205,8 +206,8 @@ struct NarrowConsumer {
             store_floats(dk, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, row, 0, rows, p.dim);
             store_floats(dv, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, row, 0, rows, p.dim_v);
         } else {
-            SwizzledTile<64, DIM> dk_tile{s.out_tile(warpgroup)};
-            SwizzledTile<64, DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
+            SwizzledTile<64, BLOCK_DIM> dk_tile{s.out_tile(warpgroup)};
+            SwizzledTile<64, BLOCK_DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
             static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / WARPGROUPS + PART_BYTES);
             store_rounded(dk, dk_tile, 16 * warp(), 0);
             store_rounded(dv, dv_tile, 16 * warp(), 0);

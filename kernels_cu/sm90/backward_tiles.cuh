@@ -1,7 +1,6 @@
 // The Hopper backward's tiles in shared memory, the order in which they are visited, and the thread that loads them
 // (the producer): copies come as far ahead as the rings reach.
 #pragma once
-#include "attention/dead_rows.cuh"
 #include "attention/dropped.cuh"
 #include "attention/mask.cuh"
 #include "attention/prepare.cuh"
@@ -10,6 +9,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/math.cuh"
+#include "sm90/far_sums.cuh"
 #include "sm90/pair_tiles.cuh"
 #include "sm90/told_lengths.cuh"
 #include "tile/ring.cuh"
@@ -34,19 +34,24 @@ constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : TIGHT ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : WARPGROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUPS + 1) * START_REGISTERS);
 
-using QTile = SwizzledTile<ROWS, DIM>;
-using DOTile = SwizzledTile<ROWS, DIM_V>;
-using KTile = SwizzledTile<KEYS, DIM>;
-using VTile = SwizzledTile<KEYS, DIM_V>;
+// Columns of a block. Where they are shared out, both blocks of a cluster have the same keys.
+constexpr bool SPLIT_COLUMNS = COLUMN_PARTS == 2;
+constexpr int BLOCK_DIM = DIM / COLUMN_PARTS, BLOCK_DIM_V = DIM_V / COLUMN_PARTS;
+
+using QTile = SwizzledTile<ROWS, BLOCK_DIM>;
+using DOTile = SwizzledTile<ROWS, BLOCK_DIM_V>;
+using KTile = SwizzledTile<KEYS, BLOCK_DIM>;
+using VTile = SwizzledTile<KEYS, BLOCK_DIM_V>;
 // Of P or dS. The rows are what need not be a multiple of 64.
 using STile = SwizzledTile<WIDE ? KEYS : ROWS, WIDE ? ROWS : KEYS>;
 
-// Two blocks of a cluster, with KEYS keys each, visit the same queries side by side. Each computes dQ of the keys of
-// both, for half of the columns: it has those columns of the other's K, and is sent the other's dS ("far").
-constexpr bool CLUSTERED = CLUSTER == 2;
-constexpr int CLUSTER_KEYS = CLUSTER * KEYS;
+// Two blocks of a cluster visit the same queries side by side. SPLIT_KEYS: with KEYS keys each. Each computes dQ of the
+// keys of both, for half of the columns: it has those columns of the other's K, and is sent the other's dS ("far").
+constexpr bool CLUSTERED = CLUSTER == 2, SPLIT_KEYS = CLUSTERED && !SPLIT_COLUMNS;
+constexpr int CLUSTER_KEYS = SPLIT_KEYS ? CLUSTER * KEYS : KEYS;
 using FarKTile = SwizzledTile<KEYS, 64 * WARPGROUPS>;
 static_assert(CLUSTER == 1 || CLUSTERED && WIDE);
+static_assert(COLUMN_PARTS == 1 || SPLIT_COLUMNS && CLUSTERED && DIM % 128 == 0 && DIM_V % 128 == 0);
 static_assert(!SHARES || !walk::LISTED);
 static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LISTED);
 // Where lengths are data, both sides are packed or none, so that the queries that see a head's keys are those of heads
@@ -64,6 +69,7 @@ constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
 
 using Pairwise = PairTiles<ROWS>;  // mask and bias
+using FarSums = ColumnSums<KEYS / WARPGROUPS>;
 
 template <bool GIVEN>
 struct ResultMaps {
@@ -190,13 +196,16 @@ struct Shared {
     // Offsets. What dK and dV leave through lies where dS and parts of dQ do.
     static constexpr int V_TILE = KTile::BYTES;
     static constexpr int FAR_K_TILE = V_TILE + VTile::BYTES;
-    static constexpr int Q_TILES = FAR_K_TILE + CLUSTERED * FarKTile::BYTES;
+    static constexpr int Q_TILES = FAR_K_TILE + SPLIT_KEYS * FarKTile::BYTES;
     static constexpr int DO_TILES = Q_TILES + STAGES * QTile::BYTES;
     static constexpr int DS_TILES = DO_TILES + DO_STAGES * DOTile::BYTES;
     static constexpr int P_TILE = DS_TILES + (CLUSTERED ? 2 : 1) * STile::BYTES;  // narrow: dS of the other step
     static constexpr int FAR_DS_TILES = P_TILE + STile::BYTES;
     static constexpr int PARTS = P_TILE + STile::BYTES;
-    static constexpr int PAIR_TILES = CLUSTERED ? FAR_DS_TILES + 2 * STile::BYTES : PARTS + WARPGROUPS * PART_BYTES;
+    static constexpr int FAR_SUMS = P_TILE + STile::BYTES;
+    static constexpr int PAIR_TILES = SPLIT_COLUMNS ? FAR_SUMS + WARPGROUPS * FarSums::BYTES
+                                      : CLUSTERED   ? FAR_DS_TILES + 2 * STile::BYTES
+                                                    : PARTS + WARPGROUPS * PART_BYTES;
     static constexpr int ROW_VALUES = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = ROW_VALUES + STAGES * 8 * ROWS;
     static constexpr int V_RING = K_RING + KRing::BYTES;
@@ -208,7 +217,10 @@ struct Shared {
     static constexpr int FAR_DS_RING = TILE + KeyTile::BYTES;
     static constexpr int TICKET_RING = FAR_DS_RING + FarDSRing::BYTES;
     static constexpr int TICKET = TICKET_RING + TicketRing::BYTES;
-    static constexpr int FINISH_RINGS = CLUSTERED ? TICKET + 16 : FAR_DS_RING;
+    static constexpr int FAR_SUMS_BARRIERS = TICKET + 16;
+    static constexpr int FINISH_RINGS = SPLIT_COLUMNS ? FAR_SUMS_BARRIERS + WARPGROUPS * FarSums::BARRIERS
+                                        : CLUSTERED   ? TICKET + 16
+                                                      : FAR_DS_RING;
     static constexpr int FINISH_SLOTS = FINISH_RINGS + FINISHERS * FinishRing::BYTES;
     static constexpr int END = FINISH_SLOTS + FINISHERS * FINISH_STAGES * FINISH_BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
@@ -220,8 +232,8 @@ struct Shared {
     QRing q;
     DORing d;
     PairRing pairs;
-    // CLUSTERED: dS of two steps that this block is sent, and tickets that block 0 sends to block 1. Who reads waits
-    // for "full" in its own memory; who sends, for "empty" in its own.
+    // SPLIT_KEYS: dS of two steps that this block is sent. CLUSTERED: tickets that block 0 sends to block 1. Who reads
+    // waits for "full" in its own memory; who sends, for "empty" in its own.
     FarDSRing far_ds;
     TicketRing ticket;
 
@@ -239,10 +251,17 @@ struct Shared {
     // Where an address of this block's shared memory is in the other's.
     __device__ unsigned far(unsigned address) const { return far_address(address, 1 - rank); }
     // The block's own first key, and the other block's.
-    __device__ int first_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + rank * KEYS; }
+    __device__ int first_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + SPLIT_KEYS * rank * KEYS; }
     __device__ int far_key(const KeyTile& t) const { return t.number * CLUSTER_KEYS + (1 - rank) * KEYS; }
-    // Which 64 columns of dQ are a consumer's.
+    // The block's own first columns.
+    __device__ int column() const { return SPLIT_COLUMNS ? rank * BLOCK_DIM : 0; }
+    __device__ int column_v() const { return SPLIT_COLUMNS ? rank * BLOCK_DIM_V : 0; }
+    // Which 64 columns of dQ are a consumer's, without SPLIT_COLUMNS.
     __device__ int dq_block(int warpgroup) const { return rank * WARPGROUPS + warpgroup; }
+    __device__ FarSums far_sums(int warpgroup) const {
+        return {base + FAR_SUMS + warpgroup * FarSums::BYTES,
+                base + FAR_SUMS_BARRIERS + warpgroup * FarSums::BARRIERS, unsigned(1 - rank)};
+    }
 
     // For a moving thread that does not read K, alone in its warp.
     __device__ KeyTile next_tile() {
@@ -354,57 +373,6 @@ struct DQCounters {
     }
 };
 
-// Rows may hold anything where key_mask hides a key, or leaves a query none. (What is dead by position no map knows of;
-// where that is data, maps know of all, also of the rows behind a sequence's end.)
-constexpr bool CLEARS = KEY_MASK || SHIFTS;
-
-// Which of a block's keys, from `first` on, nobody sees.
-__device__ inline DeadRows<KEYS> dead_keys(const Pairs& pairs, int first) {
-    if constexpr (!SHIFTS) return unseen_keys<KEYS>(pairs, first);
-    Range seen = pairs.head.seen_keys(pairs.p);
-    return DeadRows<KEYS>([&](int j) {
-        return first + j < seen.begin || first + j >= seen.end || !pairs.key_seen(first + j);
-    });
-}
-
-// Zeros in K and V of a key tile that has arrived; by all consumers together.
-__device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTile& t) {
-    if constexpr (CLEARS) {
-        Pairs pairs(p, t.head(p));
-        int warp = threadIdx.x / 32 - 4;
-        DeadRows<KEYS> dead = dead_keys(pairs, s.first_key(t));
-        bool any = dead.any();
-        if (any) {
-            dead.clear<CONSUMER_WARPS>(s.k_tile(), warp);
-            dead.clear<CONSUMER_WARPS>(s.v_tile(), warp);
-        }
-        if constexpr (CLUSTERED) {
-            DeadRows<KEYS> far = dead_keys(pairs, s.far_key(t));
-            far.clear<CONSUMER_WARPS>(s.far_k_tile(), warp);
-            any = any || far.any();
-        }
-        if (!any) return;
-        fence_async();
-        sync_threads<128 * WARPGROUPS>(1);
-    }
-}
-
-// Zeros in arrays of a query tile whose numbers have arrived, the arrays at the latest when wait() returns; by each
-// consumer for itself, before its products.
-template <class F, class... Tiles>
-__device__ void clear_queries(unsigned numbers, int warpgroup, F wait, Tiles... tiles) {
-    if constexpr (CLEARS) {
-        // Of rows that are dead by position the first is one, or the last.
-        if (!KEY_MASK && !__any_sync(~0u, is_blind(numbers, threadIdx.x % 32 < 16 ? 0 : ROWS - 1))) return;
-        DeadRows<ROWS> dead([&](int i) { return is_blind(numbers, i); });
-        if (!dead.any()) return;
-        wait();
-        (dead.template clear<4>(tiles, threadIdx.x / 32 % 4), ...);
-        fence_async();
-        sync_threads<128>(3 + warpgroup);
-    }
-}
-
 // Whether so many keys from one on are all of a sequence: then a box of results has nothing of another one.
 template <int COUNT>
 __device__ bool is_whole(const Params& p, const Head& head, int key) {
@@ -453,12 +421,12 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             s.q.go_to(steps);
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
-            s.q_tile().load(maps.q, s.q.full(), head.at_query(p, i * ROWS));
+            s.q_tile().load(maps.q, s.q.full(), head.at_query(p, i * ROWS, s.column()));
             bulk_load(s.row_values(), prepared_rows<ROWS>(p, n), 8 * ROWS, s.q.full());
             s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
-            s.do_tile().load(maps.dout, s.d.full(), head.at_query(p, i * ROWS));
+            s.do_tile().load(maps.dout, s.d.full(), head.at_query(p, i * ROWS, s.column_v()));
             if constexpr (PAIR_ARRAYS) {
                 s.pairs.go_to(steps);
                 s.pairs.wait_empty();
@@ -468,14 +436,15 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             if (first) {  // K and V after them: there is room for one, which the key tile before needs to its end
                 first = false;
                 wait_for_key_tile(t);
-                mbarrier_arrive_expect(s.k.full(), KTile::BYTES + CLUSTERED * FarKTile::BYTES);
-                InMap keys = head.at_key(p, 0), key = keys.down(s.first_key(t)),
-                      far_key = keys.down(s.far_key(t), 64 * s.dq_block(0));
-                s.k_tile().load(maps.k, s.k.full(), key);
-                if (CLUSTERED) s.far_k_tile().load(maps.k, s.k.full(), far_key);
+                mbarrier_arrive_expect(s.k.full(), KTile::BYTES + SPLIT_KEYS * FarKTile::BYTES);
+                InMap keys = head.at_key(p, 0);
+                int key = s.first_key(t);
+                s.k_tile().load(maps.k, s.k.full(), keys.down(key, s.column()));
+                if (SPLIT_KEYS)
+                    s.far_k_tile().load(maps.k, s.k.full(), keys.down(s.far_key(t), 64 * s.dq_block(0)));
                 s.v.wait_empty();
                 mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
-                s.v_tile().load(maps.v, s.v.full(), key);
+                s.v_tile().load(maps.v, s.v.full(), keys.down(key, s.column_v()));
             }
         });
         if (first) {  // nobody visits it

@@ -1,20 +1,25 @@
 // Consumers that share out the columns of dK and dV, where 64 keys are too many for one consumer's registers. Each
 // computes S and dP of all queries of a tile and its part of the keys; P and dS go through shared memory, and from
-// there every consumer takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. CLUSTERED: dQ
-// is that of two blocks' keys, and half as much is added to memory.
+// there every consumer takes both for its own columns: dV^T += dO^T P, dK^T += Q^T dS, dQ^T = K^T dS^T. SPLIT_KEYS: dQ
+// is that of two blocks' keys, and half as much is added to memory. SPLIT_COLUMNS: S and dP are sums of what two blocks
+// have of the columns, each of which has half of those of all results.
 #pragma once
+#include "sm90/backward_dead_rows.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_shares.cuh"
 
 struct WideConsumer {
+    enum { S, DP };  // what the blocks of a cluster send to each other where they share out columns
     // The adding thread says when a step's part may be added.
     static constexpr bool IN_TURN = DETERMINISTIC && CLUSTERED;
     static constexpr int PART_KEYS = KEYS / WARPGROUPS;
-    static constexpr int BLOCKS = (DIM + 63) / 64, BLOCKS_V = (DIM_V + 63) / 64;  // of 64 columns
+    static constexpr int BLOCKS = (BLOCK_DIM + 63) / 64, BLOCKS_V = (BLOCK_DIM_V + 63) / 64;  // of 64 columns
     // Of these a consumer's.
     static constexpr int PARTS = (BLOCKS + WARPGROUPS - 1) / WARPGROUPS,
                          PARTS_V = (BLOCKS_V + WARPGROUPS - 1) / WARPGROUPS;
-    static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2 && BLOCKS <= WARPGROUPS * CLUSTER);
+    static constexpr int DQ_PARTS = SPLIT_COLUMNS ? PARTS : 1;
+    static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2);
+    static_assert(!WIDE || BLOCKS <= WARPGROUPS * DQ_PARTS * (SPLIT_KEYS ? 2 : 1));
 
     using Scores = Accumulator<1, PART_KEYS / 8>;
     using DQPart = Accumulator<1, PART_ROWS / 8>;
@@ -40,8 +45,9 @@ struct WideConsumer {
     // threads the tensor cores have something to do. After the last tile it is computed of whatever lies in the ring.
     Scores scores;
     int left;  // steps
-    // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come. At the first step it
-    // is computed of whatever lies there and does not leave: products in a branch are put in series by ptxas.
+    // CLUSTERED: dQ of a query tile is computed a step late, when the other block's dS has come (SPLIT_KEYS), or while
+    // S and dP are on their way. At the first step it is computed of whatever lies there and does not leave: products
+    // in a branch are put in series by ptxas.
     bool owing;
     int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
 
@@ -55,9 +61,9 @@ struct WideConsumer {
           dropout(p),
           dq_ring(s.dq(warpgroup)),
           my_keys{s.k_tile().base + 128 * first_key},
-          dq_block(s.dq_block(warpgroup)),
-          dq_place(place_in_sums(dq_block)),
-          has_dq(DIM % (64 * WARPGROUPS * CLUSTER) == 0 || 4 * dq_block + warp() < DIM / 16) {}
+          dq_block(SPLIT_COLUMNS ? warpgroup * PARTS : s.dq_block(warpgroup)),
+          dq_place(place_in_sums(dq_block + s.column() / 64)),
+          has_dq(BLOCK_DIM % (64 * WARPGROUPS * CLUSTER) == 0 || 4 * dq_block + warp() < BLOCK_DIM / 16) {}
 
     __device__ static int warp() { return threadIdx.x / 32 % 4; }
     __device__ static int first_row() { return 16 * warp(); }
@@ -76,10 +82,10 @@ struct WideConsumer {
         }
     }
 
-    // dQ^T = K^T dS^T of the block's own keys; `moved`: see visit.
-    __device__ void start_dq(DQPart& dq, unsigned moved, unsigned step) const {
+    // dQ^T = K^T dS^T of the block's own keys, 64 columns; `moved`: see visit.
+    __device__ void start_dq(DQPart& dq, unsigned moved, unsigned step, int part = 0) const {
         STile ds_tile{s.ds_tile(CLUSTERED ? step : 0).base + moved};
-        start_AtB<KEYS>(dq, KTile{s.k_tile().base + moved}, min(dq_block, BLOCKS - 1), ds_tile);
+        start_AtB<KEYS>(dq, KTile{s.k_tile().base + moved}, min(dq_block + part, BLOCKS - 1), ds_tile);
     }
     // And of the other block's.
     __device__ void add_far_dq(DQPart& dq, unsigned moved) {
@@ -96,13 +102,14 @@ struct WideConsumer {
         if (threadIdx.x % 32 == 0) mbarrier_arrive_far(s.far(s.far_ds.empty()));
     }
     // Half of a part of dQ to memory: all of it at once would hold up the loads.
-    template <int HALF>
+    template <int HALF, int PART = 0>
     __device__ void leave_half(const DQPart& dq, int tile, unsigned step) {
         if (IN_TURN) dq_ring.go_to(step);
-        if (IN_TURN && HALF == 0) dq_ring.wait_turn();
-        float* sums = p.dq_sum + (long long)(tile + shift) * DQ_TILE + dq_place;
-        if (has_dq) add_part<HALF * ROW8S / 2, ROW8S / 2>(dq, sums);
-        if (IN_TURN && HALF == 1) dq_ring.filled();
+        if (IN_TURN && HALF == 0 && PART == 0) dq_ring.wait_turn();
+        float* sums = p.dq_sum + (long long)(tile + shift) * DQ_TILE + dq_place + PART * 64 * PART_ROWS;
+        bool has = SPLIT_COLUMNS ? dq_block + PART < BLOCKS : has_dq;
+        if (has) add_part<HALF * ROW8S / 2, ROW8S / 2>(dq, sums);
+        if (IN_TURN && HALF == 1 && PART == DQ_PARTS - 1) dq_ring.filled();
     }
 
     // One tile of queries; `tile`: its number among those of all heads.
@@ -124,7 +131,7 @@ struct WideConsumer {
         DQPart dq;
         if (CLUSTERED) {
             start_dq(dq, moved, steps - 1);
-            add_far_dq(dq, moved);
+            if constexpr (SPLIT_KEYS) add_far_dq(dq, moved);
         }
         s.d.wait_full();
         clear_queries(s.row_values(), warpgroup, Nothing(), s.do_tile());
@@ -132,6 +139,7 @@ struct WideConsumer {
         // P = exp(S - lse), under dP = dO V^T
         if (!CLUSTERED) read_rows(s.row_values());
         changed(scores);
+        if constexpr (SPLIT_COLUMNS) s.far_sums(warpgroup).add(scores, S, steps);
         if (PAIR_ARRAYS) s.pairs.wait_full();
         as_near(near_zero(scores, pairs), [&](auto how) {
             constexpr bool NEAR = decltype(how)::value;
@@ -158,6 +166,15 @@ struct WideConsumer {
         wgmma_wait<PARTS_V>();
         changed(ds);
         if (CLUSTERED) changed(dq);
+        if constexpr (SPLIT_COLUMNS) {
+            s.far_sums(warpgroup).send(ds, DP);
+            if (owing) leave_half<0>(dq, last, steps - 1);
+            s.far_sums(warpgroup).add(ds, DP, steps);
+            if (owing) leave_half<1>(dq, last, steps - 1);
+            if constexpr (DQ_PARTS == 2) start_dq(dq, moved, steps - 1, 1);
+            wgmma_wait<DQ_PARTS - 1>();
+            s.d.release();
+        }
         ds.each(
             [&](float& x, int r, int, float& probability, float& slope) {
                 x = derivative(probability, x, minus_delta[r / 8 % 2]) * Pairs::settled(slope, probability);
@@ -165,12 +182,12 @@ struct WideConsumer {
             scores, slopes);
         store_rounded<true>(ds, ds_tile, first_key, first_row());
         fence_async();
-        if (CLUSTERED) {
+        if (SPLIT_KEYS) {
             s.far_ds.go_to(steps);
             if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(s.far_ds.full(), STile::BYTES / CONSUMER_WARPS);
         }
         sync_threads<128 * WARPGROUPS>(6);
-        if constexpr (CLUSTERED) {  // dS to the other block; half of dQ of the step before to memory
+        if constexpr (SPLIT_KEYS) {  // dS to the other block; half of dQ of the step before to memory
             s.far_ds.wait_empty();
             unsigned own = 16 * (threadIdx.x - 128), full = s.far(s.far_ds.full());
             unsigned far = s.far(s.far_ds_tile() + own);
@@ -182,19 +199,25 @@ struct WideConsumer {
                 release_far_ds();
                 leave_half<0>(dq, last, steps - 1);
             }
-        } else {
+        } else if constexpr (!CLUSTERED) {
             start_dq(dq, moved, steps);
         }
         // dK^T += Q^T dS, and S = Q K^T of the next query tile
         start_AtBt<ROWS, ADD>(dk[0], q_tile, block(0), ds_tile, 0);
-        wgmma_wait<1>();
-        s.d.release();
-        if (!CLUSTERED) {
+        if constexpr (!SPLIT_COLUMNS) {
+            wgmma_wait<1>();
+            s.d.release();
+            if (!CLUSTERED) {
+                changed(dq);
+                dq_ring.go_to(steps);
+                hand_over(dq, s.part(warpgroup), dq_ring);
+            }
+            if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
+        } else if constexpr (DQ_PARTS == 2) {
+            wgmma_wait<1>();
             changed(dq);
-            dq_ring.go_to(steps);
-            hand_over(dq, s.part(warpgroup), dq_ring);
+            if (owing) leave_half<0, 1>(dq, last, steps - 1);
         }
-        if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
         Shared next = s;
         next.q.go_to(steps + 1);
         if (--left > 0) {
@@ -203,7 +226,14 @@ struct WideConsumer {
         }
         if (CLUSTERED) read_rows(next.row_values());
         start_ABt<DOT>(scores, QTile{next.q_tile().base + moved}, 0, my_keys);
-        if (CLUSTERED && owing) leave_half<1>(dq, last, steps - 1);
+        if constexpr (SPLIT_COLUMNS) {  // S goes to the other block under the last product
+            if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
+            if (DQ_PARTS == 2 && owing) leave_half<1, 1>(dq, last, steps - 1);
+            wgmma_wait<PARTS - 1>();
+            send_scores();
+        } else if (CLUSTERED && owing) {
+            leave_half<1>(dq, last, steps - 1);
+        }
         wgmma_wait<0>();
         s.q.release();
         owing = true;
@@ -211,16 +241,24 @@ struct WideConsumer {
         steps++;
     }
 
+    // What this block has of S of the next query tile, if there is one.
+    __device__ void send_scores() {
+        changed(scores);
+        if (left > 0) s.far_sums(warpgroup).send(scores, S);
+    }
+
     // dQ of the last step of a tile of keys.
+    template <int PART = 0>
     __device__ void settle_dq() {
         DQPart dq;
-        start_dq(dq, 0, steps - 1);
-        add_far_dq(dq, 0);
+        start_dq(dq, 0, steps - 1, PART);
+        if constexpr (SPLIT_KEYS) add_far_dq(dq, 0);
         wgmma_wait<0>();
-        release_far_ds();
+        if constexpr (SPLIT_KEYS) release_far_ds();
         changed(dq);
-        leave_half<0>(dq, last, steps - 1);
-        leave_half<1>(dq, last, steps - 1);
+        leave_half<0, PART>(dq, last, steps - 1);
+        leave_half<1, PART>(dq, last, steps - 1);
+        if constexpr (PART + 1 < DQ_PARTS) settle_dq<PART + 1>();
     }
 
     static_assert(!WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
@@ -269,13 +307,13 @@ struct WideConsumer {
         }
     }
     __device__ void store_dv(const KeyTile& t, int part) {
-        int column = 64 * (warpgroup * PARTS_V + part);
-        if (column < p.dim_v) store(dv[part], maps.dv, p.dv, p.dv_strides, t, column, p.dim_v);
+        int own = warpgroup * PARTS_V + part, column = s.column_v() + 64 * own;
+        if (own < BLOCKS_V && column < p.dim_v) store(dv[part], maps.dv, p.dv, p.dv_strides, t, column, p.dim_v);
     }
     __device__ void store_dk(const KeyTile& t, int part) {
-        int column = 64 * (warpgroup * PARTS + part);
+        int own = warpgroup * PARTS + part, column = s.column() + 64 * own;
         dk[part].each([&](float& x, int, int) { x *= p.scale; });
-        if (column < p.dim) store(dk[part], maps.dk, p.dk, p.dk_strides, t, column, p.dim);
+        if (own < BLOCKS && column < p.dim) store(dk[part], maps.dk, p.dk, p.dk_strides, t, column, p.dim);
     }
 
     __device__ void run() {
@@ -307,6 +345,7 @@ struct WideConsumer {
             start_ABt<DOT>(scores, s.q_tile(), 0, my_keys);
             s.v.wait_full();
             wgmma_wait<0>();
+            if constexpr (SPLIT_COLUMNS) send_scores();
 
             owing = false;
             last = 0;

@@ -11,7 +11,7 @@ from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
 from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp, sm90_latent
-from .sm90_memory import PART, WIDEST, paired, unplaced
+from .sm90_memory import PART, SPLIT_FROM, WIDEST, WIDEST_BACKWARD, paired, unplaced
 
 PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
 MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
@@ -46,7 +46,10 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     for name in PAIRWISE:
         if (x := problem.array(name)) and "key" not in x.axes and problem.seq_k > 1:
             return f"takes a {name} that differs between keys"
-    dim, dim_v = WIDEST if of is FORWARD and problem.dtype != FLOAT8 else (PART, PART)
+    most_of = {FORWARD: WIDEST, BACKWARD: WIDEST_BACKWARD}
+    dim, dim_v = (PART, PART) if problem.dtype == FLOAT8 else most_of.get(of, (PART, PART))
+    if of is BACKWARD and PART < max(problem.dim, problem.dim_v) < SPLIT_FROM:
+        return f"leaves head dimensions from {PART + 1} to {SPLIT_FROM - 1} in a {of} to sm80, which is faster there"
     if not (0 < problem.dim <= dim and 0 < problem.dim_v <= dim_v):
         most = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
         return f"takes head dimensions from 1 to {most} in a {of}, not {problem.dim} and {problem.dim_v}"

@@ -24,8 +24,16 @@ from ..kernel_plan import (
 )
 from . import sm90_backward_cost as cost
 from .likely import as_dense
-from .sm90_backward_tiles import SHORT_BACKWARD, TILES, BackwardTile, has_all_keys, weighed
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, room
+from .sm90_backward_tiles import (
+    SHORT_BACKWARD,
+    TILES,
+    BackwardTile,
+    cluster_keys,
+    column_parts,
+    has_all_keys,
+    weighed,
+)
+from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, padded_to, pair_stages, room
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
@@ -48,8 +56,12 @@ FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  #
 NO_FINISH = Finish(0, 2, 1)
 
 
-def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles) -> int | None:
-    """Bytes of shared memory that the backward lays out; None for a tile that it cannot take."""
+def backward_memory(
+    t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles, parts_of_columns: int = 1
+) -> int | None:
+    """Bytes of shared memory that a thread block with so many columns lays out; None for a tile that it cannot take."""
+    if parts_of_columns > t.cluster:
+        return None
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
     if t.wide and (
         t.rows != 64 or t.stages != 2 or dim > 64 * t.warpgroups * (1 + t.clustered) or (t.clustered and t.keys % 32)
@@ -67,7 +79,11 @@ def backward_memory(t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs
     size = 2 * (t.keys * (blocks + blocks_v) + t.rows * (t.stages * blocks + t.do_stages * blocks_v))
     size += t.stages * 8 * t.rows + pairs.memory(t.rows, t.keys) + BARRIERS  # lse and delta
     # P, dS of two steps, also the other block's, and some columns of its K; else dS of two steps, or P and dS.
-    size += 5 * s_tile + 2 * t.keys * 64 * t.warpgroups if t.clustered else 2 * s_tile + parts
+    # Of columns: P, dS of two steps, and what the other block has of S and dP.
+    if parts_of_columns > 1:
+        size += 3 * s_tile + 2 * 4 * t.rows * t.keys
+    else:
+        size += 5 * s_tile + 2 * t.keys * 64 * t.warpgroups if t.clustered else 2 * s_tile + parts
     return size + finish.warps * finish.stages * (512 * finish.fragments + 16)
 
 
@@ -81,7 +97,7 @@ class BackwardFit(NamedTuple):
 
 
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
-    dim, dim_v = padded(problem)
+    dim, dim_v = _columns(problem)
     busy = scored(problem) or problem.has("mask") or problem.dropout > 0
     likely = as_dense(problem)
     short = max(likely.seq_q, likely.seq_k) <= FEW
@@ -95,11 +111,17 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Ba
     )
     for t, in_flight, finish in ways:
         pairs = PairTiles(problem, in_flight)
-        size = backward_memory(t, finish, dim, dim_v, pairs)
+        size = backward_memory(t, finish, dim, dim_v, pairs, column_parts(problem))
         fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
         if fits and size is not None and size <= room(arch, t.blocks):
             return BackwardFit(t, finish, pairs, size)
     return None
+
+
+def _columns(problem: AttentionProblem) -> tuple[int, int]:
+    """Of Q and K, and of V, that a thread block has, padded."""
+    n = column_parts(problem)
+    return padded(problem) if n == 1 else padded_to(ceil(problem.dim, n), ceil(problem.dim_v, n), 64)
 
 
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
@@ -107,11 +129,11 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if found is None:
         raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, finish, pairs, size = found
-    dim, dim_v = padded(problem)
-    whole = has_all_keys(problem, t)
+    columns, (dim, dim_v) = column_parts(problem), _columns(problem)
+    whole, keys = has_all_keys(problem, t), cluster_keys(problem, t)
     cluster, clusters = t.cluster, max(1, t.blocks * arch.sms // t.cluster)  # those at work at once
     # Of all heads; packed sequences are one entry of a batch.
-    all_keys, all_queries = key_tiles(problem, cluster * t.keys), query_tiles(problem, t.rows)
+    all_keys, all_queries = key_tiles(problem, keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * (problem.batch if problem.rows_k is None else 1)
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
     for name, heads, n in (("k", problem.heads_k, all_keys), ("q", problem.heads_q, all_queries)):
@@ -122,9 +144,11 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     summed = all_keys * cluster * t.warpgroups if shares > 1 else 0  # consumers' keys whose sums are left in memory
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
-    parts = 1 if whole else _finish_parts(t, dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
+    parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     constants: tuple[tuple[str, int | bool], ...] = (
-        ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys),
+        ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
+        *((name, min(n, own)) for (name, n), own in zip(dots(problem), (dim, dim_v))),
+        ("ROWS", t.rows), ("KEYS", t.keys),
         ("WARPGROUPS", t.warpgroups), ("CLUSTER", cluster),
         ("STAGES", t.stages), ("DO_STAGES", t.do_stages), ("FINISHERS", finish.warps),
         ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages), ("FINISH_PARTS", parts),
@@ -139,7 +163,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     )
     workspace = (
         Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, 2, t.rows), t.rows),  # and lse
-        Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, shares), t.rows * dim)),
+        Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, shares), t.rows * columns * dim)),
         Workspace("counters", "uint32", (2 + kv_heads * shares + all_queries + max(summed, first_stores),)),
         Workspace("share_sums", "float32", (summed * shares, share_sums)),
     )
@@ -159,7 +183,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         spills=spills,
         maps=maps,
         scalars=(("together", together), ("resident", resident), ("shares", shares)),
-        lists=both_ways(problem, t.rows, cluster * t.keys, "queries" if t.wide else "keys"),
+        lists=both_ways(problem, t.rows, keys, "queries" if t.wide else "keys"),
         out_dtype=problem.out_dtype,
         dq_dtype=problem.dq_dtype,
     )

@@ -10,7 +10,7 @@ from ...problem import AttentionProblem
 from ..kernel_plan import ceil, places
 from ..measured import number
 from .likely import as_dense
-from .sm90_backward_tiles import BackwardTile, has_all_keys
+from .sm90_backward_tiles import BackwardTile, cluster_keys, has_all_keys
 
 # The backward's order of key tiles, and room for sums of dQ.
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
@@ -34,7 +34,7 @@ WAVES = 3  # key tiles of every thread block for whose heads there is room: unde
 
 def shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
     """In how many shares the query tiles of a head of K and V are dealt out."""
-    keys, queries = t.keys * t.cluster, problem.group * ceil(problem.seq_q, t.rows)
+    keys, queries = cluster_keys(problem, t), problem.group * ceil(problem.seq_q, t.rows)
     all_tiles = problem.batch * problem.heads_k * ceil(problem.seq_k, keys)
     most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, all_tiles), queries)
     if most < 2 or problem.block_mask is not None or problem.ragged:  # whose visits are not known here
@@ -51,7 +51,7 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
 
 def effort(problem: AttentionProblem, t: BackwardTile, sms: int) -> float:
     """What a multiprocessor does, in pairs of a query and a key with those in vain: to weigh tiles with."""
-    walks = [problem.group * len(x) for x in walks_of(problem, t.rows, t.keys * t.cluster)]
+    walks = [problem.group * len(x) for x in walks_of(problem, t.rows, cluster_keys(problem, t))]
     tiles, at_once = problem.batch * problem.heads_k * len(walks), t.blocks * sms / t.cluster
     waves = (1 - WAVE) * tiles / at_once + WAVE * math.ceil(tiles / at_once)
     visits = max(waves * (sum(walks) / len(walks) + ENDS), max(walks) + ENDS)
@@ -101,7 +101,7 @@ def _time(
     under_work = min(heads, max(together, ceil(clusters, len(walks)))) * _traffic(problem, shares)
     if has_all_keys(problem, t):  # each is read once, and there are no sums
         return max(busy)
-    spilled = SPILLED_COST * SPILLED_KEYS / (t.keys * t.cluster)  # fewer keys are fewer products of the same bytes
+    spilled = SPILLED_COST * SPILLED_KEYS / cluster_keys(problem, t)  # fewer keys are fewer products of the same bytes
     return max(busy) * (1 + spilled * max(0.0, math.log2(max(1, under_work) / HELD)))
 
 
@@ -115,12 +115,12 @@ def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters:
     room for sums of dQ."""
     if problem.rows_k is not None:
         return _packed(problem, t, clusters)
-    heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, t.keys * t.cluster)
+    heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, cluster_keys(problem, t))
     together, *others = _orders(problem, t, shares, clusters)
     if problem.block_mask is not None and not problem.deterministic:
         return together, heads
     if others:
-        walks = walks_of(problem, t.rows, t.keys * t.cluster)
+        walks = walks_of(problem, t.rows, cluster_keys(problem, t))
         times = {n: _time(problem, t, walks, shares, clusters, n) for n in (together, *others)}
         together = min(times, key=lambda n: times[n] * (1 if n == together else WORTH_ALL))
     spare = ceil(WAVES * clusters, key_tiles)
@@ -159,7 +159,7 @@ def _packed(problem: AttentionProblem, t: BackwardTile, clusters: int) -> tuple[
     if problem.deterministic and problem.right is None:  # some steps apart, as above
         tiles = max(1, problem.group * ceil(likely.seq_q, t.rows))
         together = ceil(heads, ceil(heads, ceil(APART * clusters, tiles)))
-    spare = ceil(WAVES * clusters, places(problem, problem.rows_k or 0, t.keys * t.cluster))
+    spare = ceil(WAVES * clusters, places(problem, problem.rows_k or 0, cluster_keys(problem, t)))
     sums = 4 * problem.group * places(problem, problem.rows_q or 0, t.rows) * t.rows * problem.dim  # bytes of a head
     room = max(2 * together + 1, min(2 * together + spare, 2 * CACHE // max(1, sums)))
     return min(heads, together), min(heads, room)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...problem import AttentionProblem
 from ..kernel_plan import Tiles, ceil
 from ..measured import number
+from .sm90_memory import PART
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class BackwardTile:
     stages: int  # Q tiles in flight
     do_stages: int  # dO tiles in flight
     spills: int = 0
-    dim: int = 256  # for head dimensions up to this
+    dim: int = PART  # for as many columns of a thread block
     scored: bool | None = None  # as of the forward, and a mask
     cost: float = 1.0  # of a pair of a query and a key, beside those that it is weighed with
 
@@ -99,6 +100,16 @@ TILES = Tiles(BACKWARD_TILES, {
     "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "warpgroups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
     "spills": (0,),
 }, _possible)  # fmt: skip
+
+
+def column_parts(problem: AttentionProblem) -> int:
+    """In how many parts the columns are shared out over the thread blocks of a cluster."""
+    return max(1, ceil(max(problem.dim, problem.dim_v), PART))
+
+
+def cluster_keys(problem: AttentionProblem, t: BackwardTile) -> int:
+    """Keys of a cluster, whose blocks have keys of their own, or columns."""
+    return t.keys * (t.cluster if column_parts(problem) == 1 else 1)
 
 
 def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:

@@ -29,7 +29,7 @@ def gradients(problem: AttentionProblem, arch: Arch, lengths: Lengths) -> Kernel
     # no tensor map.
     if problem.block_mask is not None or problem.ragged or not problem.seq_k or problem.tangents:
         return None
-    if any(map(problem.reads, lengths)) or unplaced(problem):
+    if any(map(problem.reads, lengths)) or unplaced(problem) or max(problem.dim, problem.dim_v) > DIMS[-1]:
         return None
     rows = ((stages, PairTiles(problem, n)) for stages, n in STAGES)
     stages, pairs = next((n, x) for n, x in rows if shared_memory(n, x) <= arch.shared_memory)

@@ -12,7 +12,9 @@ from ..kernel_plan import PAIRWISE, Box, ceil, pad
 
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; TMA fills in zeros
 WIDEST = (576, 512)  # columns of Q and K, and of V, of the forward of 16 bits; elsewhere as many as the last of these
-PART = DIMS[-1]  # columns of V that a thread block has, at most
+PART = DIMS[-1]  # columns that a thread block has, at most: of V, and in the backward of all
+WIDEST_BACKWARD = (2 * PART, 2 * PART)  # of a cluster of two
+SPLIT_FROM = 321  # columns: of fewer, a third or more of what its blocks compute would be padding
 FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
@@ -36,8 +38,12 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
     """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers; that of V of one of its
     parts."""
     least = DIMS[0] if max(problem.dim, problem.dim_v) <= DIMS[0] and problem.dtype != FLOAT8 else 64
-    columns = ceil(problem.dim_v, value_parts(problem))
-    dim, dim_v = (next((d for d in DIMS if max(n, least) <= d), pad(n, 64)) for n in (problem.dim, columns))
+    return padded_to(problem.dim, ceil(problem.dim_v, value_parts(problem)), least)
+
+
+def padded_to(dim: int, dim_v: int, least: int) -> tuple[int, int]:
+    """So many columns of Q and K, and of V, padded, to `least` at least."""
+    dim, dim_v = (next((d for d in DIMS if max(n, least) <= d), pad(n, 64)) for n in (dim, dim_v))
     return dim, dim_v
 
 
