@@ -6,7 +6,6 @@ luck.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -77,20 +76,34 @@ def assert_as_good_as_either(
     unit: Callable[[], float],
 ) -> None:
     """`assert_as_good` of what is not without luck: beside the published algorithm in this precision, if there is one,
-    then with `unit` and luck, which three times as far off as the published one is, too."""
-    if published is not None:
-        with contextlib.suppress(AssertionError):
-            return assert_as_good(actual, exact, published, name, luck=False)
+    whose results are not rounded yet; then with `unit` and luck, which three times as far off as it is, is, too."""
+    if published is not None and rounds_as_well(actual, exact, published, 2):
+        return
     try:
         assert_as_good(actual, exact, own, name, unit())
     except AssertionError:
-        if published is None:
+        if published is None or not rounds_as_well(actual, exact, published, 3):  # luck's factor, as above
             raise
         error, of_published = (np.abs(x.astype(np.float64) - exact).max() for x in (actual, published))
-        if not error <= 3 * of_published < np.inf:  # luck's factor, as in `assert_as_good`
-            raise
-        text = f"{name} is off by {error:.4e}, FlashAttention-2's algorithm in this precision by {of_published:.4e}"
+        text = f"{name} is off by {error:.4e}, FlashAttention-2's before its last rounding by {of_published:.4e}"
         warnings.warn(text, ByLuck, stacklevel=2)
+
+
+def rounds_as_well(actual: np.ndarray, exact: np.ndarray, published: np.ndarray, times: float) -> bool:
+    """Whether each number is what one is rounded to that is off by at most so many `times` the largest error of
+    `published`, which is not rounded to the dtype of `actual` yet, plus 1e-5. (Of float64 nothing is said.)
+
+    That last rounding, by up to half a unit of the number itself, no algorithm is without. Where few numbers are large
+    it is by luck that standard attention's, or the published algorithm's, costs less: its error says nothing of it.
+    """
+    if actual.dtype == np.float64:
+        return False
+    with np.errstate(all="ignore"):
+        errors = np.abs(published - exact)
+        off = times * errors.max(initial=0.0, where=np.isfinite(errors)) + 1e-5
+        low, high = ((exact + x).astype(actual.dtype).astype(np.float64) for x in (-off, off))
+    found = actual.astype(np.float64)
+    return bool((((low <= found) & (found <= high)) | (np.isnan(found) & np.isnan(exact))).all())
 
 
 def assert_mean_errors(actual: np.ndarray, exact: np.ndarray, own: np.ndarray, name: str, unit: float = 1.0) -> None:

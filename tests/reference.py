@@ -188,6 +188,7 @@ def distance(problem: AttentionProblem) -> np.ndarray:
     return np.abs(np.arange(problem.seq_q)[:, None] + problem.diagonal - np.arange(problem.seq_k))
 
 
+@np.errstate(all="ignore")  # rows that see no key; infinities and NaN, of which it sets no standard
 def flash2_in_own_precision(
     problem: AttentionProblem,
     q: np.ndarray,
@@ -198,11 +199,13 @@ def flash2_in_own_precision(
     dlse: np.ndarray | None = None,
     **given: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """dq, dk and gradients of arrays by FlashAttention-2's Algorithms 1 and 2 in float64; P, O, dS and they are
-    rounded.
+    """All but lse by FlashAttention-2's Algorithms 1 and 2 in float64; P, O and dS are rounded, and gradients of
+    optional arrays. out, dq, dk and dv are as they are before that.
 
     That is what every FlashAttention kernel rounds. D = rowsum(dO * O) carries the rounding of P and O, which the sum
     over P * dP in standard attention does not see: in rows with a handful of keys this is, by luck, a few times worse.
+    And the P of O = P V is not divided by its sum yet, and dV is one sum over all heads that share a key: where few
+    numbers differ, as where P is the same for all keys and V has one column, other roundings, by luck worse ones.
     """
     dtype = np.dtype(DTYPES[problem.dtype])
 
@@ -212,25 +215,27 @@ def flash2_in_own_precision(
     qh, kh, vh, do = (np.asarray(x).astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, dout))
     kh, vh = (np.repeat(x, problem.group, axis=1) for x in (kh, vh))
     seen = visible(problem, key_mask, given.get("mask"))
-    with np.errstate(divide="ignore"):  # rows that see no key
-        s, slope = scores(problem, qh @ kh.swapaxes(-1, -2) * problem.scale, given)
-        p, lse = _softmax(np.where(seen, s, -np.inf), given.get("sinks"))
+    s, slope = scores(problem, qh @ kh.swapaxes(-1, -2) * problem.scale, given)
+    p, lse = _softmax(np.where(seen, s, -np.inf), given.get("sinks"))
     top = p.max(-1, keepdims=True, initial=0.0)
     top[top == 0] = 1
     unscaled = p / top  # exp(S - maximum), as it is rounded before P V
     keeps, inverse = kept(problem, given), 1 / problem.kept
-    out = rounded((rounded(np.where(keeps, unscaled, 0)) @ vh) * top * inverse)
+    of_v = (rounded(np.where(keeps, unscaled, 0)) @ vh) * top * inverse
+    out = rounded(of_v)
     through_lse = 0 if dlse is None else np.where(np.isneginf(lse), 0, dlse).astype(np.float64)[..., None]
     delta = (do * out).sum(-1, keepdims=True) - through_lse
     of_scores = p * (np.where(keeps, do @ vh.swapaxes(-1, -2) * inverse, 0) - delta)
     ds = rounded(of_scores * slope)
-    dq = rounded(ds @ kh * problem.scale)
-    dk = (ds.swapaxes(-1, -2) @ qh * problem.scale).reshape(
-        problem.batch, problem.heads_k, problem.group, problem.seq_k, problem.dim
+    of_group = problem.batch, problem.heads_k, problem.group, problem.seq_k
+    dk, dv = (
+        (x.swapaxes(-1, -2) @ y).reshape(*of_group, y.shape[-1]).sum(2)
+        for x, y in ((ds, qh * problem.scale), (rounded(np.where(keeps, p * inverse, 0)), do))
     )
-    of_qk = {"dq": dq.transpose(0, 2, 1, 3), "dk": rounded(dk.sum(2)).transpose(0, 2, 1, 3)}
+    of_rows = {"out": of_v, "dq": ds @ kh * problem.scale, "dk": dk, "dv": dv}
     products = qh @ kh.swapaxes(-1, -2) * problem.scale
-    return of_qk | _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded, products)
+    of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), -delta, rounded, products)
+    return {name: x.transpose(0, 2, 1, 3) for name, x in of_rows.items()} | of_arrays
 
 
 def fresh_rng() -> np.random.Generator:

@@ -376,10 +376,9 @@ def _check_tangents(
 class Judge:
     """The problem that inputs and options state, and a verdict on each of its results, in the shapes of the reference.
 
-    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. Where dq, dk and gradients of
-    optional arrays miss the criterion, they may also be about as good as the published algorithm is on this very
-    problem, computed in float64 and rounded where it rounds. `thorough`: not the largest error of all alone, but the
-    mean square of each head as well.
+    `large_scores`: some are so far from 0 that luck decides, see `large_score_units`. What misses the criterion, lse
+    apart, may also be about as good as the published algorithm is on this very problem, computed in float64 and rounded
+    where it rounds. `thorough`: not the largest error of all alone, but the mean square of each head as well.
     """
 
     def __init__(
@@ -447,7 +446,7 @@ class Judge:
         own = getattr(self.own, name)
         with contextlib.suppress(AssertionError):
             return assert_as_good(actual, right, own, name, luck=False)
-        published = None if name in ("out", "lse", "dv") else self.published[name]
+        published = None if name == "lse" else self.published[name]
         unit = lambda: max(self.units.get(name, 1.0), self.exact.unit(name))
         assert_as_good_as_either(actual, right, own, published, name, unit)
 

@@ -4,11 +4,13 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from criterion import ByLuck, assert_as_good
+from criterion import ByLuck, assert_as_good, assert_as_good_as_either, rounds_as_well
+from semantics import Inputs, Judge, draw_inputs
 
 HERE = Path(__file__).parent
 EXACT = np.linspace(-1, 1, 100)
@@ -46,6 +48,58 @@ def test_infinity_is_right_where_the_dtype_has_no_such_number(value: float, righ
     exact, actual = np.array([1.0, value]), np.array([1.0, np.inf], np.float16)
     with contextlib.nullcontext() if right else pytest.raises(AssertionError):
         assert_as_good(actual, exact, exact)
+
+
+def one_weight(inputs: Inputs) -> Judge:
+    """All keys have the same one, with scale 0: 1/19 in 16 bits is off by the same for all queries."""
+    return Judge(inputs, {"scale": 0.0}, True, large_scores=False)
+
+
+def eight_weights(inputs: Inputs) -> Judge:
+    """Of so many keys, which are there several times; queries are alike."""
+    inputs.q[...], inputs.k[...] = inputs.q[:, :1], inputs.k[:, np.arange(inputs.k.shape[1]) % 8]
+    return Judge(inputs, {}, True, large_scores=False)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "name, made, seed, seq, heads",
+    [("dv", one_weight, 99, (60, 19), (3, 1)), ("out", eight_weights, 0, (20, 96), (1, 1))],
+)
+def test_where_few_weights_decide_the_published_algorithm_says_what_rounding_costs(
+    name: str, made: Callable[[Inputs], Judge], seed: int, seq: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    """With one column of V an error is one number, and by luck standard attention's is a fraction of it."""
+    inputs = draw_inputs(np.random.default_rng(seed), "bfloat16", batch=1, seq=seq, heads=heads, dims=(16, 1))
+    judge = made(inputs)
+    exact, own, found = getattr(judge.exact, name), getattr(judge.own, name), judge.published[name]
+    right = found.astype(inputs.q.dtype)
+    with pytest.raises(AssertionError):
+        assert_as_good(right, exact, own, name)
+    judge(name, right)
+    less = made(inputs._replace(k=inputs.k[:, 1:], v=inputs.v[:, 1:])).published[name]
+    for wrong in (exact + 4 * (found - exact), np.concatenate([exact[:, :1], less], 1)[:, -exact.shape[1] :]):
+        with pytest.raises(AssertionError, match=f"{name} is off by"):
+            judge(name, wrong.astype(inputs.q.dtype))
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_the_last_rounding_costs_is_no_luck_of_others() -> None:
+    """6.6445 and 6.6484 are neighbours in float16, 6.6465 is between them: what is off by little less rounds down."""
+    exact, published = np.array([6.644739, 0.1, 1e5]), np.array([6.646132, 0.1, 1.1e5])
+    own = np.array([6.644739, 0.1, np.inf], np.float16)
+    published[2] = np.inf  # of which nothing is known
+
+    def judge(first: float, last: float = np.inf) -> None:
+        actual = np.array([first, 0.1, last], np.float16)
+        assert_as_good_as_either(actual, exact, own, published, "dv", lambda: 1.0)
+
+    for right in (6.6445, 6.6484, 6.6420):
+        judge(right)
+    for wrong in ((6.6523,), (6.6380,), (np.nan,), (6.6445, 6e4), (6.6445, np.nan)):
+        with pytest.raises(AssertionError):
+            judge(*wrong)
+    assert rounds_as_well(own, exact, exact, 2) and not rounds_as_well(own.astype(np.float64), exact, exact, 2)
 
 
 @pytest.mark.parametrize("missed, status", [(3, pytest.ExitCode.OK), (4, pytest.ExitCode.TESTS_FAILED)])
