@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import ragged
 from cuda_on_cpu import as_cpp, compile_all
-from on_cpu import Guarded, run
+from on_cpu import Guarded, run, with_tile
 from reference import state
 from semantics import Blocks
 
@@ -240,9 +240,9 @@ def plans_of(
     arrays: dict[str, tuple[int, ...]],
     tiles: dict[str, Any],
 ) -> list[KernelPlan]:
-    made = [plan(problem, arch, FORWARD, family, tiles.get("forward") and {family: tiles["forward"]})]
+    made = [with_tile(problem, arch, FORWARD, family, tiles.get("forward"))]
     if backward:
-        made.append(plan(problem, arch, BACKWARD, family, tiles.get("backward") and {family: tiles["backward"]}))
+        made.append(with_tile(problem, arch, BACKWARD, family, tiles.get("backward")))
     if arrays:
         lengths = {name: next(x for x in ARRAYS if x.name == name).lengths(shape) for name, shape in arrays.items()}
         made.append(plan(problem, arch, BACKWARD, family, lengths=lengths))

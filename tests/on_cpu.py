@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,10 @@ from cupyflash.gpu import grouping, rounds
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
-from cupyflash.gpu.plan import plan
+from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.gpu.source import generate
 from cupyflash.gpu.strides import params_strides
-from cupyflash.passes import BACKWARD, BY_ROWS, FORWARD
+from cupyflash.passes import BACKWARD, BY_ROWS, FORWARD, Pass
 from cupyflash.problem import ARRAYS, ITEMSIZE, AttentionProblem, View
 
 
@@ -73,7 +73,7 @@ def check(
         problem = replace(problem, given=tuple(x for x in problem.given if x.name != "seed"))
 
     passes = (FORWARD, BACKWARD) if backward else (FORWARD,)
-    plans = [plan(problem, arch, of, family, tile and {family: tile}) for of, tile in zip(passes, tiles)]
+    plans = [with_tile(problem, arch, of, family, tile) for of, tile in zip(passes, tiles)]
     lengths = {row.name: row.lengths(others[row.name].shape) for row in ARRAYS if row.gradient and row.name in others}
     of_score = {
         x.key: others[x.key].shape for x in (problem.score.arrays if problem.score else ()) if x.kind == "float"
@@ -127,6 +127,16 @@ def check(
             if name != "counters" and (deterministic or in_turn):
                 bits = x.array.tobytes()
                 assert before.setdefault(name, bits) == bits, f"{name} depends on the order"
+
+
+def with_tile(problem: AttentionProblem, arch: Arch, of: Pass, family: str, tile: Sequence[int] | None) -> KernelPlan:
+    """The plan with this tile, if one is named: `plan` leaves out what cannot be, and others would be tested."""
+    made = plan(problem, arch, of, family, tile and {family: tile})
+    if tile:
+        has = dict(made.constants)
+        asked = {name.upper(): n for name, n in zip(FAMILIES[family].TILES[of].tried, tile) if name.upper() in has}
+        assert asked == {name: has[name] for name in asked}, f"{family} has no {of.name} with {asked} for {problem}"
+    return made
 
 
 class Guarded:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import struct
 
+import lengths_on_cpu
 import numpy as np
+import on_cpu
 import pytest
 from cuda_on_cpu import Launch, as_cpp, compile_all, launch, needs_compiler
 from on_cpu import Guarded, map_text
 
+from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box
 
 pytestmark = needs_compiler
@@ -232,3 +235,23 @@ def test_guards_between_rows(columns: int, aligned: bool) -> None:
     np.ndarray(1, np.float16, of._memory, of._start + 2 * columns)[...] = 0
     with pytest.raises(AssertionError, match="memory around x was written"):
         of.check("x")
+
+
+@pytest.mark.parametrize(
+    "forward, backward, said",
+    [
+        ((2, 192, 2, 1), None, "forward with {.*'KEYS': 192"),  # its scores have no room in registers
+        (None, (64, 64, 1, 2, 2, 0), "backward with {.*'WARPGROUPS': 1"),  # which share keys out otherwise
+    ],
+)
+def test_a_tile_that_a_problem_does_not_take(
+    forward: tuple[int, ...] | None, backward: tuple[int, ...] | None, said: str, rng: np.random.Generator
+) -> None:
+    """The plan would have another, and what a test is about would not run."""
+    arch = Arch("sm_90a", 90, 2, 232448)
+    shapes = {"seq": (200, 200), "dims": (128, 128)}
+    with pytest.raises(AssertionError, match=f"sm90 has no {said}"):
+        on_cpu.check("sm90", arch, rng, "float16", shapes, {"tiles": (forward, backward)})
+    of = lengths_on_cpu.Sequences(rng, [200, 70], [200, 90], dtype="float16", dims=(128, 128))
+    with pytest.raises(AssertionError, match=f"sm90 has no {said}"):
+        lengths_on_cpu.check("sm90", arch, of, tiles={"forward": forward, "backward": backward})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
 from float8_problems import FLOAT8, RESULTS, Quantized, exact_of, quantize, whole
-from on_cpu import Guarded, run
+from on_cpu import Guarded, run, with_tile
 from reference import Standard
 from score_functions import WRITTEN
 from semantics import Blocks, draw_blocks, draw_inputs
@@ -18,7 +18,6 @@ from semantics import Blocks, draw_blocks, draw_inputs
 from cupyflash.float8 import quantize as by_block
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_forward
-from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, Given, View
@@ -64,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {  # shapes, how inputs are scaled, the resul
     },
     # And a key tile behind what a warpgroup sees
     "one-stage": {"seq": (300, 320), "tile": (2, 64, 1), "window": (100, 0)},
-    "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block"},
+    "long-tiles": {"seq": (200, 500), "dims": (128, 128), "tile": (2, 192, 2), "by": "block", "window": (300, None)},
 }  # fmt: skip
 
 
@@ -142,7 +141,7 @@ def results(
             axes = rule.spread(View(scale.shape, strides, "float32", "cpu", "numpy"))
             given.append(Given(rule.name, "float32", axes))
     problem = replace(problem, dtype=FLOAT8.name, out_dtype=result, out_scale=out_scale, given=tuple(given))
-    chosen = plan(problem, H200, FORWARD, "sm90", tile and {"sm90": tile})
+    chosen = with_tile(problem, H200, FORWARD, "sm90", tile)
     assert (dict(chosen.constants)["SUM_TILES"] > 0) == long_sums
     (library,) = compile_all(as_cpp(generate(chosen), [y.name for y in chosen.launches]))
     optional = x.descales | others | ({} if key_mask is None else {"key_mask": key_mask})
