@@ -314,7 +314,7 @@ def test_nor_do_lengths_make_it_more(family: str, rng: np.random.Generator) -> N
         kind = dataclasses.replace(drawn, lengths=int(rng.integers(1, 1000)))
         sources = set()
         for seed in rng.integers(2**32, size=8):
-            case, _, _ = fuzz_lengths.draw(np.random.default_rng(int(seed)), kind, kind.dims)
+            case, _, _ = fuzz_lengths.draw(np.random.default_rng(int(seed)), kind, kind.latent or kind.dims)
             problem, named = fuzz_lengths.problem_of(case), fuzz_lengths.family_for(case, family)
             if problem.empty:
                 continue
