@@ -36,8 +36,8 @@ _ARRAYS = [row.name for row in ARRAYS if row.name not in _NOT_HERE]
 
 def _compiled() -> bool:
     """Whether a compiler of PyTorch's reads this."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)  # None, too, while another thread imports it
+    return compiler is not None and compiler.is_compiling()
 
 
 @renaming(_compiled, k="k_cache", v="v_cache")

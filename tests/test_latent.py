@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -234,4 +236,13 @@ def test_who_writes_alone_is_told_too(rng: np.random.Generator, library: str) ->
         append(None, latent=0, **given)
     same([pool], [before])
     append(None, latent=N, **given)
+    assert (pool != before).any()
+
+
+def test_appending_while_torch_is_half_imported(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: it is among the modules then, and has no `compiler` yet."""
+    _, new, pool, _, _ = new_row(rng)
+    before = pool.copy()
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    attention_append(None, latent=N, k_new=new, k_cache=pool, slots=np.array([[3], [7], [9]])[: len(new)])
     assert (pool != before).any()
