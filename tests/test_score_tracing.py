@@ -241,6 +241,15 @@ def test_what_is_known() -> None:
     assert tracing.fingerprint(score) is not None
 
 
+def test_one_is_known_while_another_thread_imports_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+
+    def half(s: Any) -> Any:
+        return s * 0.5
+
+    assert tracing.fingerprint(lambda s, b, h, i, j: half(s)) is not None
+
+
 def test_a_function_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, run = [], tracing._run
     monkeypatch.setattr(tracing, "_run", lambda *x: made.append(1) or run(*x))

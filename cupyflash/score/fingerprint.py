@@ -216,4 +216,5 @@ def _is_dtype(x: Any) -> bool:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and isinstance(x, numpy.dtype):
         return True
-    return torch is not None and isinstance(x, (torch.dtype, torch.device))
+    # PyTorch has neither while another thread imports it, and x is none.
+    return isinstance(x, getattr(torch, "dtype", ())) or isinstance(x, getattr(torch, "device", ()))
