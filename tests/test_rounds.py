@@ -66,6 +66,18 @@ def test_workspace_of_float32_beside_q(
         assert taken(made, state) <= ROOM and 1 < len(made.rounds) <= len(many.rounds), seq
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [{}, CAUSAL], ids=["full", "causal"])
+def test_a_backward_of_long_sequences_is_halved(
+    dim: int, mask: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 5.02 to 5.06 times what q does: no more rounds than bring that to a half."""
+    monkeypatch.setattr(rounds, "ROOM", ROOM)
+    for seq in LONG:
+        assert plan(asked(BACKWARD, seq, dim, **mask), H200, BACKWARD).rounds == (16, 16), seq
+    assert plan(asked(BACKWARD_JVP, 16384, dim, heads_k=4, **mask), H200, BACKWARD_JVP).rounds == (4, 4)
+
+
 @pytest.mark.parametrize("of", PASSES.values(), ids=str)
 @pytest.mark.parametrize("fields", [
     {}, {"heads_k": 4}, {"batch": 3, "heads_q": 12, "heads_k": 6, "deterministic": True},

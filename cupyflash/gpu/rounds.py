@@ -14,7 +14,7 @@ from .kernel_plan import KernelPlan, ceil, query_numbers
 from .measured import number
 
 MOST = 64
-ROOM = 2.5  # times q's bytes that workspace may take: rounds cost time, and a backward has 5 of these
+ROOM = 2.55  # times q's bytes that workspace may take: rounds cost time, and half of a backward's is 2.51 to 2.54
 # Between rounds multiprocessors wait for the last tile. A round is reckoned to take no less than so many seconds, and
 # fills every multiprocessor so many times, the last time nearly; all together take no more than LOSS times one.
 SHORTEST, FEWEST_TIMES, LOSS = 2e-4, 2, 1.05
