@@ -154,6 +154,11 @@ class _Asked(NamedTuple):
                 raise unexpected("attention_append", name, inspect.signature(attention_append).parameters)
         layout = check_layout(options.get("layout", "bshd"))
         arrays = present(_ROWS if options.get("latent") is None else ("k_new", "k_cache"), arrays)
+        if interleaved and "rotary[0]" not in arrays:
+            raise TypeError(
+                "rotary_interleaved is True, but rotary is None; it says which columns rotary turns: give that, or "
+                "leave it out"
+            )
         _check_together(arrays, [*options, *["return_lse"] * return_lse])
         _check_latent(options.get("latent"), arrays)
         if numbers and not cached.of_eight(arrays["k_cache"]):
@@ -171,6 +176,11 @@ def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
     arrays = _with_v(arrays)
     check = check_flag("check", asked.check)
     of_torch: Any = lib
+    if "q" in arrays:
+        call = _call(lib, arrays, asked)
+        of_torch.check(call)
+        if call.family is not None and not of_torch.on_gpu(arrays["q"]):
+            dispatch.refuse_family(call.family, lib.kind)
     totals, turned = of_torch.append(arrays, asked.layout, asked.interleaved, check, asked.numbers)
     if "q" not in arrays:
         return None
@@ -201,7 +211,7 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
         writing.check_mapped(lib, arrays)
     if "slots" in arrays:
         if lib.kind != "jax":  # whose arrays are not written to
-            writing.check_apart(views)
+            writing.check_apart(views, memory=interop.memory(lib, arrays))
         done = writing.in_slots(lib, arrays, views, asked.layout, asked_for(asked.check), asked.numbers)
         _keep(key, done, None, False)
         found = _changed(done, asked)
@@ -224,8 +234,10 @@ def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, k
     seen = {name: interop.view(lib, argument_name(name), x) for name, x in adopted.items()}
     into = {name: lib.view(x) for name, x in targets.items()}
     problem, _ = state(seen, into, call.options, FORWARD)
-    if lib.kind != "jax":
-        writing.check_apart(views, into)
+    if lib.kind != "jax":  # before anything is written, what the attention would say after
+        writing.check_apart(views, into, interop.memory(lib, arrays))
+        interop.check_followed(call)
+        dispatch.check_family(call.but(arrays=adopted), problem)
     given = {name: x for name, x in arrays.items() if turns or name != "q"}
     done = writing.behind(lib, given, views, problem, layout, asked.interleaved, call.check, asked.numbers)
     _keep(key, done, call.but(arrays={}) if attends else None, turns)

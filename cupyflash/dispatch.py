@@ -9,7 +9,7 @@ from . import interop
 from .call import Arrays, Call
 from .counts import check_at
 from .gradients import Gradients
-from .problem import mask_kind
+from .problem import AttentionProblem, mask_kind
 from .rules import argument_name, lasting, state
 
 
@@ -52,6 +52,15 @@ def refuse_family(family: str, kind: str) -> NoReturn:
 
     check_family(family)
     raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
+
+
+def check_family(call: Call, problem: AttentionProblem) -> None:
+    """ValueError where the family that is named does not take the call."""
+    if call.family is not None:
+        q = call.arrays["q"]
+        if not call.lib.on_gpu(q):
+            refuse_family(call.family, call.lib.kind)
+        _gpu().check_family(call, problem, call.lib.device(q))
 
 
 def check(call: Call) -> None:

@@ -169,7 +169,7 @@ def _check_causal(causal: Any) -> str | None:
     try:
         return CAUSALS[causal]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"causal is {causal!r}; it must be False, True, 'bottom_right' or 'top_left'") from None
+        raise ValueError(f"causal is {told(causal)!r}; it must be False, True, 'bottom_right' or 'top_left'") from None
 
 
 def check_scale(scale: Any) -> float | None:
@@ -224,7 +224,7 @@ def check_layout(layout: Any) -> str:
 
 def check_flag(name: str, x: Any) -> bool:
     if type(x).__name__ not in ("bool", "bool_"):  # NumPy's too
-        raise TypeError(f"{name} is {x!r}; it must be True or False")
+        raise TypeError(f"{name} is {told(x)!r}; it must be True or False")
     return bool(x)
 
 

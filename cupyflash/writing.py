@@ -162,11 +162,12 @@ def check_rows(views: Views, layout: str) -> None:
             raise ValueError(f"{name} is on {view.device} but {where} is on {first.device}; all must be on one device")
 
 
-def check_apart(views: Views, targets: Views | None = None) -> None:
+def check_apart(views: Views, targets: Views | None = None, memory: Views | None = None) -> None:
     """ValueError where what is written, caches, scales of rows and `targets` of the attention, shares memory with
-    anything else; but new rows may lie in their cache. (Where vmap hides them addresses are not known, and 0.)"""
+    anything else; but new rows may lie in their cache. `memory`: of those whose addresses are hidden, which are 0 in
+    `views`; what has none has no memory."""
     of_rows = [name for name in cached.SCALES if name in views and cached.of_rows(views[name], views["k_cache"])]
-    named = {name: x for name, x in (views | (targets or {})).items() if x.ptr}
+    named = {name: x for name, x in (views | (targets or {}) | (memory or {})).items() if x.ptr}
     written = {name: named.pop(name) for name in ("k_cache", "v_cache", *of_rows, *(targets or ())) if name in named}
     overlap.check_apart(written, named, (("k_cache", "k_new"), ("v_cache", "v_new")))
 

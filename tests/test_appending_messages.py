@@ -53,6 +53,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rotary": (np.zeros((8, 4), F32),) * 2}, ValueError,
      r"^seqlens_k\[1\] is 6, and 3 rows come behind these; rotary has angles for 8"),
     ({"rotary_interleaved": 1}, TypeError, "^rotary_interleaved is 1; it must be True or False"),
+    ({"rotary_interleaved": True}, TypeError, "^rotary_interleaved is True, but rotary is None; it"),
+    ({"family": "sm91"}, ValueError, "^family is 'sm91'; it must be one of 'sm90'"),
+    ({"family": "sm80"}, ValueError, "^family is 'sm80', a family of GPU kernels, but q is a numpy array on the CPU"),
     ({"key_mask": np.ones((2, 8), bool)}, ValueError, r"^seqlens_k\[1\] is 6, and 3 rows .* room for 8"),
     ({"q": None, "causal": True}, ValueError, "^causal is given, but q is None"),
     ({"q": None, "return_lse": True}, ValueError, "^return_lse is given, but q is None"),
@@ -137,3 +140,83 @@ def test_what_is_written_has_memory_of_its_own(attends: bool, dtype: str, librar
         assert not memory.any()
     attention_append(**given | {"k_cache": put(both[:, 0]), "v_cache": put(both[:, 1])})
     assert both[0, :, 2].all() and both[1, :, 6].all()
+
+
+FOLLOWED: dict[str, tuple[dict[str, Any], str]] = {
+    "out": ({"out": (2, 3, 4, 8)}, "^out is given but (the call is traced|a gradient is wanted)"),
+    "family": ({"family": "sm91"}, "^family is 'sm91'"),
+    "family of a GPU": ({"family": "sm80"}, "^family is 'sm80', a family of GPU kernels"),
+    "causal": ({"causal": "down"}, "^causal is 'down'; it must be"),
+    "window": ({"window": 3}, "^window is 3; it must be"),
+    "dropout": ({"dropout": 0.5}, "^dropout is 0.5, but seed is not given"),
+    "deterministic": ({"deterministic": 3}, "^deterministic is 3; it must be True or False"),
+    "block mask": ({"block_mask": 3}, "^block_mask is a int"),
+    "interleaved": ({"rotary_interleaved": True}, "^rotary_interleaved is True, but rotary is None"),
+}
+
+
+@pytest.mark.parametrize("how", ["compiled", "mapped", "forward mode", "recorded"])
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_what_pytorch_follows_is_told_before_anything_is_written(case: str, how: str) -> None:
+    """Also where its compiler falls back to Python, which runs what comes before the error."""
+    torch = pytest.importorskip("torch")
+    changes, match = FOLLOWED[case]
+    arrays = {name: torch.from_numpy(x.copy()) for name, x in given().items()}
+    arrays |= {name: torch.zeros(x) if isinstance(x, tuple) else x for name, x in changes.items()}
+    caches = [arrays[name].clone() for name in ("k_cache", "v_cache")]
+    torch._dynamo.reset()
+    with pytest.raises((TypeError, ValueError), match=match), torch.autograd.forward_ad.dual_level():
+        if how == "compiled":
+            torch.compile(attention_append, backend="eager")(**arrays)
+        elif how == "mapped":
+            torch.vmap(lambda q: attention_append(**arrays | {"q": q}), randomness="different")(arrays["q"][None])
+        elif how == "forward mode":
+            bias = torch.autograd.forward_ad.make_dual(torch.zeros(2, 4, 3, 9), torch.ones(2, 4, 3, 9))
+            attention_append(**{"bias": bias} | arrays)
+        else:
+            attention_append(**arrays, sinks=torch.zeros(4, requires_grad=True))
+    torch._dynamo.reset()
+    for name, x in zip(("k_cache", "v_cache"), caches):
+        assert torch.equal(arrays[name], x)
+
+
+def test_memory_of_mapped_caches() -> None:
+    """torch.vmap hides addresses, and what lies beneath has them."""
+    torch = pytest.importorskip("torch")
+    memory = torch.zeros(3, 2, 2, 9, 2, 8)
+    q, new = torch.randn(3, 2, 3, 4, 8), torch.randn(3, 2, 3, 2, 8)
+    filled, rows = torch.tensor([[2, 6]] * 3), torch.arange(6)[None].expand(3, 6)
+    k, v = memory[:, 0], memory[:, 1]
+    shared = "^v_cache shares memory with k_cache; it must have memory of its own$"
+
+    def step(q: Any, k: Any, v: Any, *caches: Any) -> Any:
+        return attention_append(q, k, v, *caches[:-1], caches[-1])
+
+    def at_rows(k: Any, k_cache: Any, v_cache: Any, rows: Any) -> Any:
+        attention_append(None, k.flatten(0, 1), k.flatten(0, 1), k_cache, v_cache, slots=rows)
+        return k
+
+    def of_one(memory: Any) -> Any:
+        return step(q[0], new[0], new[0], memory[0], memory[0], filled[0])
+
+    for match, call in (
+        (shared, lambda: torch.vmap(step)(q, new, new, k, k, filled)),
+        (shared, lambda: torch.vmap(step, (0, 0, 0, 0, 1, 0))(q, new, new, k, k.movedim(0, 1), filled)),
+        (shared, lambda: torch.vmap(at_rows)(new, k, k, rows)),
+        (shared, lambda: torch.vmap(of_one)(memory)),
+        (shared, lambda: torch.vmap(torch.vmap(lambda x: step(q[0], new[0], new[0], x[0], x[0], filled[0])))(
+            memory[None])),
+        ("^k_cache shares memory with q", lambda: torch.vmap(step)(
+            memory.flatten()[: q.numel()].view(q.shape), new, new, k, v, filled)),
+        ("^k_cache shares memory with v_new", lambda: torch.vmap(step)(q, new, k[:, :, :3], k, v, filled)),
+        ("^k_cache has shape .*: elements share memory", lambda: torch.vmap(step)(
+            q, new, new, k[:1].expand(k.shape), v, filled)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            call()
+        assert not memory.any()
+    found = torch.vmap(step)(q, new, new, k, v, filled)
+    want = torch.zeros_like(memory)
+    for n in range(3):
+        torch.testing.assert_close(found[n], step(q[n], new[n], new[n], *want[n], filled[n]))
+    torch.testing.assert_close(memory, want)

@@ -15,7 +15,7 @@ import pytest
 cupy = pytest.importorskip("cupy")
 from stand_in_cuda import Cuda
 
-from cupyflash import attention, attention_backward
+from cupyflash import attention, attention_append, attention_backward, writing
 from cupyflash.gpu import corridor, device, launch, params
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
@@ -446,3 +446,17 @@ def test_another_seed_is_packed_alone(gpu: Gpu) -> None:
     assert gpu.last()["seed"] == held.data.ptr and gpu.planned == 2
     attention(**given, seed=1)  # without dropout it is nowhere
     assert "round_keys" not in gpu.last().dtype.names
+
+
+def test_a_family_is_asked_before_rows_are_written(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(*_: Any) -> None:
+        raise AssertionError("rows were written")
+
+    monkeypatch.setattr(writing, "behind", written)
+    q, new = gpu.array((2, 1, 4, 64)), gpu.array((2, 1, 2, 64))
+    given = (q, new, new, *(gpu.array((2, 9, 2, 64)) for _ in "kv"), gpu.array((2,), np.int32))
+    for family, match in (("sm91", "^family is 'sm91'"), ("flash1", "^no kernel family takes this problem: flash1 ")):
+        with pytest.raises(ValueError, match=match):
+            attention_append(*given, family=family)
+    with pytest.raises(AssertionError, match="rows were written"):
+        attention_append(*given, family="sm80")

@@ -320,6 +320,11 @@ def prepare(call: Call, addresses: list[int], ordinal: int) -> Prepared:
     return prepared
 
 
+def check_family(call: Call, problem: AttentionProblem, ordinal: int) -> None:
+    """ValueError where the family that is named does not take the call."""
+    plans(problem, device.current(ordinal), call.of, call.family)
+
+
 def forget() -> None:
     """Plan every class of calls anew, because another tile was stored for one of them."""
     _prepared.clear()

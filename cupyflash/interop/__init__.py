@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
-from ..call import Arrays
+from ..call import Arrays, Call
 from ..problem import View
 from ..rules import argument_name, target_name
 from .protocol import Adapter, Library
@@ -84,6 +84,12 @@ def followed(lib: Library | Adapter, x: Any) -> bool:
     return lib.kind == "torch" and cast(Any, lib).followed(x)
 
 
+def memory(lib: Library | Adapter, arrays: Arrays) -> dict[str, View]:
+    """Views that have addresses, of arrays whose own PyTorch hides; of others none."""
+    hidden = {name: x for name, x in arrays.items() if followed(lib, x)}
+    return {name: cast(Any, lib).memory(x) for name, x in hidden.items()}
+
+
 def held(lib: Library | Adapter, x: Any) -> bool:
     """Whether x itself has the numbers that a call on it is about, not one whose axis vmap has taken away, or whose
     derivative is followed."""
@@ -93,6 +99,12 @@ def held(lib: Library | Adapter, x: Any) -> bool:
 def mapped(lib: Library | Adapter, x: Any) -> bool:
     """Whether PyTorch's vmap has taken an axis of x away."""
     return lib.kind == "torch" and cast(Any, lib).mapped(x)
+
+
+def check_followed(call: Call) -> None:
+    """TypeError, ValueError or NotImplementedError where PyTorch follows a forward that it cannot."""
+    if call.lib.kind == "torch":
+        call.lib.check(call)
 
 
 def inlined(lib: Library) -> bool:

@@ -64,6 +64,14 @@ def view(x: torch.Tensor) -> View:
     return View(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), where, kind, x.data_ptr())
 
 
+def memory(x: torch.Tensor) -> View:
+    """Of what lies beneath x where transforms hide its address: under vmap it has all entries. 0 for an address where
+    there is no memory."""
+    while wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch_schema.view(x)._replace(ptr=0 if traced(x) else x.data_ptr())
+
+
 def signature(x: torch.Tensor) -> tuple[Any, ...]:
     return (x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg())
 
@@ -94,6 +102,7 @@ def _maker(shape: tuple[int, ...], dtype: str, device: int) -> tuple[Any, tuple[
 
 recorder = torch_ops.recorder
 recorded = torch_ops.recorded
+check = torch_ops.check
 traced = torch_ops.traced
 append = torch_append.append
 inlined, followed = torch.compiler.is_dynamo_compiling, torch_ops.followed

@@ -108,11 +108,27 @@ def _forward(call: Call, settled: bool) -> Any:
     compiled = traced(arrays["q"])
     if not compiled and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
         return (_record if recorded else dispatch.run)(call)
+    _check_followed(call, recorded)
+    return _followed_by_pytorch(call, compiled, settled)
+
+
+def check(call: Call) -> None:
+    """TypeError, ValueError or NotImplementedError where PyTorch follows a forward that it cannot: for who writes
+    before that runs."""
+    arrays = call.arrays
+    recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
+    if followed(arrays["q"]) or _any_dual(arrays):
+        _check_followed(call, recorded)
+        torch_schema.check_options(call.options)
+    elif recorded:
+        _check_recorded(call)
+
+
+def _check_followed(call: Call, recorded: bool) -> None:
     if recorded:
         _check_gradient(call)
     if call.targets:
         raise ValueError(f"out is {_NO_WRITING}")
-    return _followed_by_pytorch(call, compiled, settled)
 
 
 def _derivative(call: Call, settled: bool = False) -> Any:
@@ -153,16 +169,20 @@ _NO_WRITING = (
 def _record(call: Call) -> tuple[Any, Any]:
     """As `dispatch.run`, run at once under autograd."""
     arrays = call.arrays
+    _check_recorded(call)
+    kept = call.without_arrays()  # for a backward that comes later, and takes what the forward took
+    kept.options = lasting(kept.options)
+    tensors = map(_unwrapped, arrays.values())
+    return _both(kept, tuple(arrays), *tensors) if call.return_lse else (_out(kept, tuple(arrays), *tensors), None)
+
+
+def _check_recorded(call: Call) -> None:
     _check_gradient(call)
     if call.targets:
         raise ValueError(
             "out is given but a gradient is wanted, and autograd cannot follow a write into out; leave it out, or call "
             "under torch.no_grad()"
         )
-    kept = call.without_arrays()  # for a backward that comes later, and takes what the forward took
-    kept.options = lasting(kept.options)
-    tensors = map(_unwrapped, arrays.values())
-    return _both(kept, tuple(arrays), *tensors) if call.return_lse else (_out(kept, tuple(arrays), *tensors), None)
 
 
 def _check_gradient(call: Call) -> None:

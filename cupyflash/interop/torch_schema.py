@@ -18,7 +18,7 @@ from .. import interop, rules
 from ..call import Arrays, Call
 from ..gradients import check_wanted
 from ..passes import FORWARD, PASSES, Pass
-from ..problem import ARRAYS, OPTIONS, View, complete
+from ..problem import ARRAYS, OPTIONS, View, complete, mask_kind
 from ..score import Score
 from ..signature import NO_SCRIPT
 from . import torch_data
@@ -33,6 +33,7 @@ _TYPES = {
     "batch_invariant": "bool", "sms": "SymInt?", "deterministic": "bool",
 }  # fmt: skip
 
+_NUMBERS = {name for name, kind in _TYPES.items() if kind.startswith(("Scalar", "SymInt?"))}
 _CALLED = {"at": "place"}  # options in a schema that are called like an array of it
 _PLACE = {name: n for n, name in enumerate(_TYPES)}
 
@@ -153,17 +154,24 @@ def _keys(score: Score | None) -> tuple[str, ...]:
     return () if score is None else score.keys
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """TypeError, ValueError or NotImplementedError, as `run` would raise it."""
+    _encoded(options)
+    mask_kind(options["block_mask"])
+
+
 def _encoded(options: dict[str, Any]) -> dict[str, Any]:
     """Options as the schema has them, in the order of _TYPES; of a block mask nothing."""
     for row in OPTIONS:
         if row.name not in _TYPES and options.get(row.name, row.default) != row.default:
             raise NotImplementedError(f"{row.name} is given, {_UNKNOWN}")
     values: dict[str, Any] = dict.fromkeys(_TYPES)
-    numbers = (float, int, type(None))  # as they are: one may be a symbol, and rules are for numbers
+    numbers = (float, int, type(None))  # one may be a symbol, and rules are for numbers
     for row in OPTIONS:
         if row.name in _TYPES and row.name not in ("score", "block_mask"):
             value = options.get(row.name, row.default)
-            values[row.name] = value if type(value) in numbers else row.check(value)
+            as_it_is = row.name in _NUMBERS and type(value) in numbers
+            values[row.name] = value if as_it_is else row.check(value)
     values["causal"] = values["causal"] or ""
     values["window"] = None if values["window"] is None else [-1 if n is None else n for n in values["window"]]
     values["score"] = None if options["score"] is None else options["score"].data
