@@ -183,6 +183,35 @@ def test_the_next_call_like_it_is_planned_no_more(kernel: Any, rng: np.random.Ge
     assert len(kernel.launches) == before + 1
 
 
+@needs_compiler
+def test_what_says_where_rows_belong_lies_in_no_cache(kernel: Any, rng: np.random.Generator) -> None:
+    """Also of a call like one before it, which looks at addresses alone."""
+    pools = np.zeros((2, 8, 5, 2, 16), np.float32)
+    q, k, v = rng.standard_normal((3, 2, 1, 2, 16)).astype(np.float32)
+    angles = np.ones((2, 40, 8), np.float32)
+    behind = {"q": q, "k_new": k, "v_new": v, "seqlens_k": np.array([3, 4]), "page_table": np.array([[0, 1], [2, 3]])}
+    behind |= {"cu_seqlens_q": np.array([0, 1, 2]), "rotary": (angles[0], angles[1])}
+    behind |= {name: behind[name][:, 0] for name in ("q", "k_new", "v_new")}
+    slots = {"q": None, "k_new": k[:, 0], "v_new": v[:, 0], "slots": np.array([3, 9])}
+
+    def inside(x: np.ndarray) -> np.ndarray:
+        found: np.ndarray = pools[1].reshape(-1).view(x.dtype)[: x.size].reshape(x.shape)
+        return found
+
+    cases: list[tuple[dict[str, Any], str, Any]] = [
+        *((behind, name, inside(behind[name])) for name in ("seqlens_k", "cu_seqlens_q", "page_table")),
+        *((behind, "rotary", (*angles[:n], inside(angles[n]), *angles[n + 1 :])) for n in (0, 1)),
+        (slots, "slots", inside(slots["slots"])),
+    ]
+    for given, name, x in cases:
+        attention_append(**given, k_cache=pools[0], v_cache=pools[1])
+        pools[...] = 0
+        before = len(kernel.launches)
+        with pytest.raises(ValueError, match=f"^v_cache shares memory with {name}"):
+            attention_append(**given | {name: x}, k_cache=pools[0], v_cache=pools[1])
+        assert not pools.any() and len(kernel.launches) == before
+
+
 # ---- nonsense -------------------------------------------------------------------------------------------------------
 
 SOME = {"int32": [-(2**31), -2, -1, 0, 1, 2, 3, 5, 9, 2**31 - 1], "int64": [-(2**63), -1, 0, 1, 2, 4, 2**63 - 1]}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 from .. import cached
@@ -185,13 +185,13 @@ class Prepared:
 
     def __init__(self, lib: Any, views: Mapping[str, View], appending: Appending) -> None:
         self._lib, self._views, self._appending = lib, views, appending
-        read = ["k_new", "v_new", *(["q"] if "q" in views else [])]
-        scales = [name for name in cached.SCALES if name in views]
-        of_rows = [name for name in scales if cached.of_rows(views[name], views["k_cache"])]
+        of_rows = [x for x in cached.SCALES if x in views and cached.of_rows(views[x], views["k_cache"])]
         self._written = [*_CACHES, *of_rows]
-        read += [name for name in scales if name not in of_rows]
-        self._pairs = [*itertools.combinations(self._written, 2), *itertools.product(read, self._written)]
-        self._reach = {name: extent(views[name]._replace(ptr=0)) for name in (*read, *self._written)}
+        there = [n for n, x in enumerate(views.values()) if 0 not in x.shape]
+        told = [n for n, name in enumerate(views) if name in self._written and n in there]
+        read = [n for n in there if n not in told]
+        self._pairs = [*itertools.combinations(told, 2), *itertools.product(read, told)]
+        self._reach = [*zip(*(extent(x._replace(ptr=0)) for x in views.values()))]
         self._apart: set[tuple[int, ...]] = set()  # addresses at which they were seen to share nothing
         like = [views.get(name) for name in ("seqlens_k", "q")]
         self._makes = [x and (x.shape, x.dtype) for x in like]
@@ -207,9 +207,10 @@ class Prepared:
         pointer = lib.pointer
         addresses = tuple([pointer(arrays[name]) for name in self._views])
         if addresses not in self._apart:
-            at = dict(zip(self._views, addresses))
-            if any(self._share(x, y, at) for x, y in self._pairs):
-                return None  # one thread waits for no other
+            first, end = ([*map(add, addresses, reach)] for reach in self._reach)
+            for x, y in self._pairs:
+                if first[x] < end[y] and first[y] < end[x] and self._share(x, y, addresses):
+                    return None  # one thread waits for no other
             if len(self._apart) >= _MOST_KEPT:
                 self._apart.clear()
             self._apart.add(addresses)
@@ -220,13 +221,10 @@ class Prepared:
             lib.written(arrays[name])
         return totals, q
 
-    def _share(self, x: str, y: str, at: Mapping[str, int]) -> bool:
+    def _share(self, x: int, y: int, addresses: Sequence[int]) -> bool:
         """Whether an element of one lies where one of the other does."""
-        (first, end), (other_first, other_end) = self._reach[x], self._reach[y]
-        apart = at[y] - at[x]
-        if other_first + apart >= end or first >= other_end + apart:
-            return False
-        return overlap(*(self._views[name]._replace(ptr=at[name]) for name in (x, y)))
+        views = [*self._views.values()]
+        return overlap(*(views[n]._replace(ptr=addresses[n]) for n in (x, y)))
 
 
 def prepare(
