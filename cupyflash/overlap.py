@@ -23,17 +23,21 @@ def check_targets(targets: dict[str, View], inputs: dict[str, View]) -> None:
 def check_apart(written: dict[str, View], read: dict[str, View], moved: Pairs = ()) -> None:
     """ValueError, naming the argument, where an element of what is written has the address of another's or of what is
     read. `moved`: what may be written over what, by names, since that is read whole before."""
-    others = dict(read)
+    others = [(name, x, *extent(x)) for name, x in read.items() if 0 not in x.shape]  # once: each is one of many pairs
     for name, view in written.items():
         if overlaps_itself(view):
             raise ValueError(
                 f"{name} has shape {view.shape} and strides {view.strides}: elements share memory; it must be an array "
                 "of which each element has its own"
             )
-        for other, x in others.items():
-            if (name, other) not in moved and overlap(view, x):
+        if 0 in view.shape:
+            continue
+        first, end = extent(view)
+        for other, x, other_first, other_end in others:
+            near = first < other_end and other_first < end
+            if near and (name, other) not in moved and _share(_array(view), _array(x)):
                 raise ValueError(f"{name} shares memory with {other}; it must have memory of its own")
-        others[name] = view
+        others.append((name, view, first, end))
 
 
 def overlap(x: View, y: View) -> bool:

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from cupyflash.overlap import overlap, overlaps_itself
+from cupyflash import overlap as module
+from cupyflash.overlap import check_apart, extent, overlap, overlaps_itself
 from cupyflash.problem import View
 
 
@@ -33,6 +34,31 @@ def test_against_all_addresses(rng: np.random.Generator) -> None:
         assert overlap(x, y) == bool({*addresses(x)} & {*addresses(y)}), (x, y)
         said[overlap(x, y)] += 1
     assert min(said.values()) > 100
+
+
+def test_what_is_written_and_read(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same is found as of each pair, and the first pair is named; an array's reach is reckoned once."""
+    reckoned: list[View] = []
+    monkeypatch.setattr(module, "extent", lambda x: (reckoned.append(x), extent(x))[1])
+    found = 0
+    for _ in range(500):
+        views = {name: random_view(rng) for name in "abcdef"}
+        views = {name: x._replace(ptr=x.ptr + 4 * 30 * int(rng.integers(0, 9))) for name, x in views.items()}
+        written, read = ({name: views[name] for name in names} for names in ("abc", "def"))
+        if any(map(overlaps_itself, written.values())):
+            continue
+        moved = (("a", "d"), ("c", "b"))
+        pairs = [(x, y) for n, x in enumerate("abc") for y in ("d", "e", "f", *"abc"[:n]) if (x, y) not in moved]
+        shared = [pair for pair in pairs if overlap(views[pair[0]], views[pair[1]])]
+        reckoned.clear()
+        if shared:
+            found += 1
+            with pytest.raises(ValueError, match="^{} shares memory with {};".format(*shared[0])):
+                check_apart(written, read, moved)
+        else:
+            check_apart(written, read, moved)
+        assert len(reckoned) <= len(views)
+    assert 50 < found < 450
 
 
 def test_interleaved_arrays_do_not_overlap() -> None:
