@@ -346,7 +346,7 @@ def test_sequences_that_the_kernels_cannot_count() -> None:
                 plan(problem("float16", seq_k=2**30), H200, backward, family)
     many = problem("float64", batch=2**20, heads_q=2**12, heads_k=1, seq_q=1, seq_k=1)
     with pytest.raises(
-        ValueError, match=r"q has batch 1048576 and 4096 heads: 4294967296 tiles; less than 2\*\*31 fit"
+        ValueError, match=r"q has batch 1048576 and 4096 heads: 4294967296 blocks; less than 2\*\*31 fit"
     ):
         plan(many, H200)
 

@@ -160,6 +160,34 @@ def test_keys_are_dealt_out_for_all_heads_alike(monkeypatch: pytest.MonkeyPatch)
         assert dict(made.scalars)["shares"] == few[1]
 
 
+def test_blocks_of_each_launch_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds there may be more than one launch can have; tables of a score are of all heads."""
+    state = asked(FORWARD, 2**20, batch=2**11, heads_q=32, heads_k=32)
+    monkeypatch.setattr(rounds, "ROOM", ROOM)
+    made = plan(state, H200)
+    assert max(x.grid for x in made.launches) < 2**31 <= max(x.grid for x in made.launches) * len(made.rounds)
+    with pytest.raises(ValueError, match=r"q has batch 2048 and 32 heads: \d+ blocks; less than 2\*\*31 fit"):
+        at_once(state, FORWARD, monkeypatch)
+    heads = {"heads_q": 31 * 2**20, "heads_k": 31 * 2**20, "batch": 1, "dtype": "float16"}
+    assert plan(asked(FORWARD, 4096, **heads), H200)
+    with pytest.raises(ValueError, match=r"and 32505856 heads: 2210398208 blocks; less than 2\*\*31 fit"):
+        plan(asked(FORWARD, 4096, **heads, score=SCORE), H200)
+
+
+def test_heads_that_share_one_of_k_are_rounds_as_they_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As queries: there are no more heads of q than of k then."""
+    state = asked(FORWARD, 8192, dtype="bfloat16", cache_dtype="int8", seq_q=1, heads_k=4)
+    real, seen = rounds.divided, []
+
+    def divided(made: KernelPlan, problem: AttentionProblem, arch: Arch, make: Any) -> KernelPlan:
+        seen.append(problem)
+        return real(made, problem, arch, make)
+
+    monkeypatch.setattr(rounds, "divided", divided)
+    assert plan(state, H200).grouped
+    assert [(x.heads_q, x.heads_k, x.seq_q, x.group) for x in seen] == [(4, 4, 4, 1)]
+
+
 def test_a_score_is_tabled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tables are of all heads."""
     state = asked(BACKWARD, 8192, score=SCORE)

@@ -103,24 +103,26 @@ def plan(
                     if tile and not (of_pass := room.TILES[of]).possible(of_pass.tile(tile), problem):
                         tile = None  # one that was not found for such a problem
                     make = functools.partial(room.plan, arch=arch, of=of, tile=tile)
-                    made = rounds.divided(make(together or problem), problem, arch, make)
+                    planned = together or problem
+                    made = rounds.divided(make(planned), planned, arch, make)
                     made = dataclasses.replace(made, grouped=together is not None)
-                blocks = max(x.grid for x in made.launches)
-                if blocks >= 2**31:
-                    size = f"batch {problem.batch} and {problem.heads_q} heads"
-                    raise ValueError(f"q has {size}: {blocks} tiles; less than 2**31 fit")
                 made = dataclasses.replace(made, passed_over=tuple(objections), tangents=problem.tangents)
-                return _checked(with_tables(made, problem))
+                return _checked(with_tables(made, problem), problem)
             objections.append(f"{name} {why}")
     raise ValueError(f"no kernel family takes this problem: {'; '.join(objections)}")
 
 
-def _checked(made: KernelPlan) -> KernelPlan:
-    """With tangents of arrays that a score function reads parameters may be more than older drivers take."""
+def _checked(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:
+    """Blocks of a launch are numbered with 31 bits. With tangents of arrays that a score function reads parameters may
+    be more than older drivers take."""
+    blocks = max(x.grid for turn in rounds.one_by_one(made) for x in turn.launches)
+    if blocks >= 2**31:
+        size = f"batch {problem.batch} and {problem.heads_q} heads"
+        raise ValueError(f"q has {size}: {blocks} blocks; less than 2**31 fit")
     read = [x.name for x in made.tangents if made.score is not None and made.score.array(x.name)]
-    if read and (size := layout(made).itemsize) > PARAMETERS:
+    if read and (taken := layout(made).itemsize) > PARAMETERS:
         raise ValueError(
-            f"tangents has {len(read)} arrays that score reads: kernels have {size} bytes of parameters then, but "
+            f"tangents has {len(read)} arrays that score reads: kernels have {taken} bytes of parameters then, but "
             f"{PARAMETERS} fit: stack some"
         )
     return made
