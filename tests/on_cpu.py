@@ -18,7 +18,7 @@ from reference import Standard, references, state
 from semantics import Inputs, dead_rows, draw_blocks, draw_inputs, spoil
 
 from cupyflash import cached
-from cupyflash.gpu import grouping, rounds
+from cupyflash.gpu import grouping, portions
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import Box, KernelPlan
 from cupyflash.gpu.params import KEYS, Packer, round_keys, score_shape
@@ -242,7 +242,7 @@ def run(
     maps = tensor_maps(kernels, problem, given, strides) if kernels.maps else None
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.
     start = 1024 if "extern __shared__ __align__(1024)" in generate(kernels) else 1024 + 16
-    for made in rounds.one_by_one(kernels):
+    for made in portions.one_by_one(kernels):
         params = Packer(made, problem, strides)([addresses.get(name, 0) for name in slots])
         for x in made.launches:
             cluster = dict(kernels.constants).get("CLUSTER", 1) if x.shared_memory else 1

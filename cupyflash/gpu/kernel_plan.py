@@ -27,7 +27,7 @@ class Launch:
     shared_memory: int = 0
     fills: tuple[str, ...] = ()  # workspaces, where it does nothing else: not needed where these are filled already
     waits: bool = False  # for the kernel before: it may start while that one runs
-    once: bool = False  # for all heads, where the others run in rounds of these
+    once: bool = False  # for all heads, where the others run in portions of these
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,15 @@ class KernelPlan:
     dq_dtype: str | None = None  # of dq; None: as the others
     cache_dtype: str | None = None  # of k and v, where that is another than dtype
     grouped: bool = False  # whether it is of the problem's `grouped`
-    rounds: tuple[int, ...] = ()  # heads of K and V in each (rounds.py), where launches and the like are of the first
+    portions: tuple[
+        int, ...
+    ] = ()  # heads of K and V in each (portions.py), where launches and the like are of the first
     found: tuple[str, ...] = ()  # the part of the workspace that is taken as the plan that runs before has left it
 
     def after(self, first: KernelPlan) -> KernelPlan:
         """This plan where `first`, of the same problem, has run on the same arrays: what that has filled is not
         again."""
-        if first.rounds:  # of the last one alone something is left
+        if first.portions:  # of the last one alone something is left
             return self
         here = set(self.workspace) & set(first.workspace)
         names = {space.name for space in here}

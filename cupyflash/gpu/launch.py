@@ -16,7 +16,7 @@ from cupy.cuda import driver, runtime
 
 from ..interop.protocol import GpuAdapter
 from ..problem import ITEMSIZE, AttentionProblem, View
-from . import early, rounds
+from . import early, portions
 from .kernel_plan import KernelPlan
 from .params import Packer
 from .tensormap import Maps
@@ -78,7 +78,7 @@ class Launcher:
         self.device = ordinal
         self._functions = functions  # they keep their modules loaded
         found = {(x.name, x.shared_memory): function.ptr for function, x in zip(functions, plan.launches)}
-        self._rounds = [  # its Params, and its kernels
+        self._portions = [  # its Params, and its kernels
             (
                 Packer(made, problem, strides),
                 [
@@ -86,9 +86,9 @@ class Launcher:
                     for x in made.launches
                 ],
             )
-            for made in rounds.one_by_one(plan)
+            for made in portions.one_by_one(plan)
         ]
-        self.slots: dict[str, int] = self._rounds[0][0].slots
+        self.slots: dict[str, int] = self._portions[0][0].slots
         self._maps = Maps(plan, problem, strides) if plan.maps else None
         self._arguments = functools.lru_cache(_KEPT)(self._packed)
         self._mapped = [self.slots[box.array] for box in plan.maps]
@@ -122,12 +122,12 @@ class Launcher:
 
     def _packed(self, pointers: tuple[int, ...]) -> list[Arguments]:
         maps = () if self._maps is None else (self._maps(*[pointers[i] for i in self._mapped]),)
-        return [Arguments(params(pointers), *maps) for params, _ in self._rounds]
+        return [Arguments(params(pointers), *maps) for params, _ in self._portions]
 
     def _launch(self, pointers: list[int], stream: int, follows: bool) -> None:
         packed = self._arguments(tuple(pointers))  # for which the driver is asked, too
         # By the driver: CuPy's functions look at every argument anew, for some 3 us of a launch.
-        for arguments, (_, kernels) in zip(packed, self._rounds):
+        for arguments, (_, kernels) in zip(packed, self._portions):
             for function, grid, threads, shared, waits in kernels:
                 if waits and follows:
                     early.launch(function, grid, threads, shared, stream, arguments.address)

@@ -198,8 +198,8 @@ RAGGED: dict[str, Callable[[AttentionProblem], int]] = {
 # Of a part of a whole, for what asks where it stands.
 AT = tuple(f"at_{axis}" for axis in AXES)
 
-# Of heads that run in rounds: which are those of a launch.
-ROUND = ("first_head", "round_heads")
+# Of heads that run in portions: which are those of a launch.
+PORTION = ("first_head", "portion_heads")
 
 
 class Field(NamedTuple):
@@ -240,7 +240,7 @@ def _absent(plan: KernelPlan) -> list[str]:
     rows = [row for row in ARRAYS if (row.ragged or row.placed) and row not in _rules(plan)]
     lines = [f"static constexpr const int* {row.name} = nullptr;" for row in rows]
     lines += [f"static constexpr PairStrides {row.name}_strides = {{}};" for row in rows if row.ragged]
-    numbers = [*(() if ragged(plan) else RAGGED), *(() if _placed(plan) else AT), *(() if plan.rounds else ROUND)]
+    numbers = [*(() if ragged(plan) else RAGGED), *(() if _placed(plan) else AT), *(() if plan.portions else PORTION)]
     return lines + [f"static constexpr int {name} = 0;" for name in numbers]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ..passes import FORWARD, Pass
 from ..places import WINDOW
 from ..problem import AttentionProblem
-from . import rounds
+from . import portions
 from .array_gradient import Lengths
 from .device import Arch
 from .families import flash1, simt, sm80, sm90
@@ -104,7 +104,7 @@ def plan(
                         tile = None  # one that was not found for such a problem
                     make = functools.partial(room.plan, arch=arch, of=of, tile=tile)
                     planned = together or problem
-                    made = rounds.divided(make(planned), planned, arch, make)
+                    made = portions.divided(make(planned), planned, arch, make)
                     made = dataclasses.replace(made, grouped=together is not None)
                 made = dataclasses.replace(made, passed_over=tuple(objections), tangents=problem.tangents)
                 return _checked(with_tables(made, problem), problem)
@@ -115,7 +115,7 @@ def plan(
 def _checked(made: KernelPlan, problem: AttentionProblem) -> KernelPlan:
     """Blocks of a launch are numbered with 31 bits. With tangents of arrays that a score function reads parameters may
     be more than older drivers take."""
-    blocks = max(x.grid for turn in rounds.one_by_one(made) for x in turn.launches)
+    blocks = max(x.grid for portion in portions.one_by_one(made) for x in portion.launches)
     if blocks >= 2**31:
         size = f"batch {problem.batch} and {problem.heads_q} heads"
         raise ValueError(f"q has {size}: {blocks} blocks; less than 2**31 fit")

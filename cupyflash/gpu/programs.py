@@ -27,7 +27,7 @@ _loaded: dict[tuple[Any, ...], list[Any]] = {}
 
 # Fields of a plan that say how a program is launched, not what it is; of `workspace` and `scalars` it has the names.
 OF_A_LAUNCH = (
-    "launches", "alignment", "workspace", "spills", "maps", "scalars", "lists", "passed_over", "grouped", "rounds",
+    "launches", "alignment", "workspace", "spills", "maps", "scalars", "lists", "passed_over", "grouped", "portions",
     "found",
 )  # fmt: skip
 _OF_A_PROGRAM = tuple(x.name for x in fields(KernelPlan) if x.name not in OF_A_LAUNCH)

@@ -45,7 +45,10 @@ def generate(plan: KernelPlan) -> str:
         *FORMATS,
         *(f"using {name} = {type};" for name, type in types),
         "namespace config {",
-        *(f"constexpr {_declare(name, value)};" for name, value in (*plan.constants, ("ROUNDS", bool(plan.rounds)))),
+        *(
+            f"constexpr {_declare(name, value)};"
+            for name, value in (*plan.constants, ("PORTIONS", bool(plan.portions)))
+        ),
         "}",
     ]
     function = f'#line 1 "{_SCORE}"\n' + score.text(plan.score, plan.wrt, plan.tangents)

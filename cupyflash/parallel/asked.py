@@ -23,7 +23,7 @@ from .arrays import four, three, wide
 from .groups import Alone, Group
 from .masks import RowsMask
 from .rows import Rows, Span
-from .steps import Band, Blocks, Sight, band_of, come, lighter, usual_groups
+from .steps import Band, Blocks, Sight, arriving, band_of, lighter, usual_groups
 
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
@@ -275,7 +275,7 @@ def _shares(
     pays = getattr(keys, "window", None) is not None or all(getattr(x, "beside", True) for x in (team, keys))
     columns, usual, sent = problem.dim + problem.dim_v, 1, math.inf
     if team.size == 1:
-        sent = come(rows, key_rows, sight) * problem.batch * heads * columns * ITEMSIZE[problem.dtype]
+        sent = arriving(rows, key_rows, sight) * problem.batch * heads * columns * ITEMSIZE[problem.dtype]
     if team.size * keys.size > 1 and pays:
         usual = usual_groups(rows, sight, heads, of_q, 2 * columns * of_q, sent)
     return parts("groups", plan["groups"], usual, heads), parts("stretches", plan["stretches"], 1)

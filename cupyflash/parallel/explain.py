@@ -10,7 +10,7 @@ from ..passes import BACKWARD, FORWARD
 from ..problem import FLOATS, ITEMSIZE, OPTIONS, check_layout, float_name
 from .asked import EXCHANGES, parts
 from .rows import Rows, Span
-from .steps import Band, Round, band_of, come, lighter, rounds, usual_groups
+from .steps import Band, Round, arriving, band_of, lighter, rounds, usual_groups
 
 _CHECKS = {row.name: row.check for row in OPTIONS}
 
@@ -112,7 +112,7 @@ def explain(
         exchange or (lighter(rows, keys, band, heads, hk, of, wide // item, near=near) if both else "keys")
         for of in (FORWARD, BACKWARD)
     ]
-    kv = come(rows, keys, band) * 2 * batch * hk * dim * item
+    kv = arriving(rows, keys, band) * 2 * batch * hk * dim * item
     usual = usual_groups(rows, band, hk, batch * heads, work, kv) if "keys" in kinds else 1
     groups, stretches = groups or usual, parts("stretches", stretches, 1)
     plans = [rounds(rows, keys, band, r, hk, groups=groups, stretches=stretches, block=16) for r in range(size)]

@@ -181,8 +181,8 @@ def lighter(
     return "keys" if of_keys < of_heads or (of_keys == of_heads and not near) else "heads"
 
 
-def come(rows: Rows, key_rows: Rows, sight: Sight) -> float:
-    """How many keys come to the rank that gets most, in the exchange of keys."""
+def arriving(rows: Rows, key_rows: Rows, sight: Sight) -> float:
+    """How many keys arrive at the rank that gets most, in the exchange of keys."""
     return fetched(rows, key_rows, sight) * (key_rows.length - min(key_rows.count(r) for r in range(rows.size)))
 
 

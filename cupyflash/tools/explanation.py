@@ -305,8 +305,8 @@ def _on_gpu(
         notes += (
             f"a {problem.dtype} number is multiplied as two of float16, of 22 bits together; sums are {problem.dtype}",
         )
-    if chosen.rounds:
-        many = f"heads run in {len(chosen.rounds)} rounds of up to {chosen.rounds[0]} of k"
+    if chosen.portions:
+        many = f"heads run in {len(chosen.portions)} portions of up to {chosen.portions[0]} of k"
         notes += (f"{many}, so that these alone take workspace: blocks are those of the first",)
     constants = dict(chosen.constants)
     if most := constants.get("SHARE_TILES", 0):

@@ -65,9 +65,9 @@ struct Schedule {
         return ORDER == Order::LONGEST_FIRST ? Visits::nth(p, head, Tiles::lists(p), tiles, n) : n;
     }
 
-    // Between rounds (gpu/rounds.py) multiprocessors wait for the last tile: those that take longest come first, of all
-    // heads of the round.
-    __device__ HeadTile tile(int n) const { return tile(n, config::ROUNDS ? Tiles::all_heads(p) : 1); }
+    // Between portions (gpu/portions.py) multiprocessors wait for the last tile: those that take longest come first, of
+    // all heads of the portion.
+    __device__ HeadTile tile(int n) const { return tile(n, config::PORTIONS ? Tiles::all_heads(p) : 1); }
     __device__ HeadTile tile(int n, int together) const {
         if (ORDER != Order::LONGEST_FIRST && !IN_ROUNDS) {
             return ordered(numbered<Tiles>(p, n, tiles));

@@ -1,5 +1,5 @@
-// How the tiles of all heads are numbered: tile by tile of a head, head by head of a sequence. Of heads in rounds
-// (gpu/rounds.py) those of one alone have tiles: p.round_heads heads of K and V, from number p.first_head on.
+// How the tiles of all heads are numbered: tile by tile of a head, head by head of a sequence. Of heads in portions
+// (gpu/portions.py) those of one alone have tiles: p.portion_heads heads of K and V, from number p.first_head on.
 #pragma once
 #include "attention/head.cuh"
 
@@ -31,19 +31,19 @@ struct QueryTiles {
     // What of a block mask they walk by.
     __device__ static const int* lists(const Params& p) { return p.key_lists; }
 
-    // The number of the round's first head.
-    __device__ static int first_head(const Params& p) { return config::ROUNDS ? p.first_head * group_of(p) : 0; }
+    // The number of the portion's first head.
+    __device__ static int first_head(const Params& p) { return config::PORTIONS ? p.first_head * group_of(p) : 0; }
     // How many a head has (of packed sequences: places for them), a head of a sequence, and how many there are in all.
     __device__ static int of_head(const Params& p) {
         return PACKED ? places_of<SIZE>(p, p.rows_q) : tiles_in(Sequence::most_queries(p), SIZE);
     }
     __device__ static int of(const Params& p, const Head& head) { return head.query_tiles<SIZE>(p); }
     __device__ static int all_heads(const Params& p) {
-        if (config::ROUNDS) return p.round_heads * group_of(p);
+        if (config::PORTIONS) return p.portion_heads * group_of(p);
         return PACKED ? p.heads_q : p.heads_q * p.batch;
     }
     __device__ static long long count(const Params& p) {
-        if (config::ROUNDS) return (long long)all_heads(p) * of_head(p);
+        if (config::PORTIONS) return (long long)all_heads(p) * of_head(p);
         if (PACKED) return (long long)p.heads_q * of_head(p);
         return (long long)p.batch * p.heads_q * of_head(p);
     }
@@ -76,11 +76,11 @@ struct KeyTiles {
     }
     __device__ static int of(const Params& p, const Head& head) { return tiles_in(head.key_rows(p), SIZE); }
     __device__ static int all_heads(const Params& p) {
-        if (config::ROUNDS) return p.round_heads;
+        if (config::PORTIONS) return p.portion_heads;
         return PACKED ? p.heads_k : p.heads_k * p.batch;
     }
     __device__ static long long count(const Params& p) {
-        if (config::ROUNDS) return (long long)all_heads(p) * of_head(p);
+        if (config::PORTIONS) return (long long)all_heads(p) * of_head(p);
         if (PACKED) return (long long)p.heads_k * of_head(p);
         return (long long)p.batch * p.heads_k * of_head(p);
     }

@@ -220,7 +220,7 @@ struct KeyBlock {
 template <class Block>
 __device__ void visit_queries(const Params& p) {
     extern __shared__ __align__(16) char shared[];
-    Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC), config::ROUNDS> schedule(p);
+    Schedule<KeyTiles<KEYS>, key_order(DETERMINISTIC), config::PORTIONS> schedule(p);
     int number = blockIdx.x;
     if (DETERMINISTIC) number = number_in_turn(p);
     HeadTile at = schedule.tile(number);

@@ -73,7 +73,7 @@ struct QueryBlock {
 
 // The tiles of a head start one after the other, so that they share its K and V in the cache; where later ones see more
 // keys, those first.
-using QuerySchedule = Schedule<QueryTiles<ROWS>, QUERY_ORDER, config::ROUNDS>;
+using QuerySchedule = Schedule<QueryTiles<ROWS>, QUERY_ORDER, config::PORTIONS>;
 
 // The kernel: a block visits the steps of its tile of queries.
 template <class Block, class... Share>

@@ -1,4 +1,4 @@
-"""Heads in rounds, on kernels that run without a GPU: every result as with all heads at once, to the bit."""
+"""Heads in portions, on kernels that run without a GPU: every result as with all heads at once, to the bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from score_functions import relative
 from test_lengths_kernels import ARCHS, KEYS, packed
 from test_sm80_on_cpu import A100, H200, SCORES
 
-from cupyflash.gpu import rounds
+from cupyflash.gpu import portions
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.problem import AttentionProblem
@@ -34,11 +34,11 @@ def in_three_quarters(made: KernelPlan, problem: AttentionProblem, arch: Arch) -
 
 
 class Runs:
-    """What plans have left in their results, in order, and in how many rounds each ran."""
+    """What plans have left in their results, in order, and in how many portions each ran."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bits: Bits = []
-        self.rounds: list[int] = []
+        self.portions: list[int] = []
         real = on_cpu.run
 
         def run(library: Any, kernels: KernelPlan, problem: Any, given: dict[str, on_cpu.Guarded], *how: Any) -> None:
@@ -47,23 +47,23 @@ class Runs:
             self.bits.append(
                 {name: x.array.tobytes() for name, x in given.items() if not x._is_input and name not in own}
             )
-            self.rounds.append(len(kernels.rounds))
+            self.portions.append(len(kernels.portions))
 
         for module in (on_cpu, on_cpu_tangents, lengths_on_cpu):
             monkeypatch.setattr(module, "run", run)
 
 
-def the_same_in_rounds(check: Any, monkeypatch: pytest.MonkeyPatch, ran: tuple[int, ...]) -> None:
-    """`check` passes with all heads at once and in rounds, of which the plans have so many, and finds the same."""
+def the_same_in_portions(check: Any, monkeypatch: pytest.MonkeyPatch, ran: tuple[int, ...]) -> None:
+    """`check` passes with all heads at once and in portions, of which the plans have so many, and finds the same."""
     found = []
     for sizes in (lambda *_: (), in_three_quarters):
         with monkeypatch.context() as patch:
-            patch.setattr(rounds, "sizes", sizes)
+            patch.setattr(portions, "sizes", sizes)
             runs = Runs(patch)
             check()
             found.append(runs)
     once, divided = found
-    assert not any(once.rounds) and tuple(divided.rounds[: len(ran)]) == ran
+    assert not any(once.portions) and tuple(divided.portions[: len(ran)]) == ran
     assert len(once.bits) == len(divided.bits)
     for n, (all_at_once, other) in enumerate(zip(once.bits, divided.bits)):
         for name, bits in all_at_once.items():
@@ -96,7 +96,7 @@ def test_forward_and_backward(case: str, rng: np.random.Generator, monkeypatch: 
     def check() -> None:
         on_cpu.check("sm80", arch, np.random.default_rng(seed), dtype, dict(shapes), options | {"deterministic": True})
 
-    the_same_in_rounds(check, monkeypatch, (2, 2))
+    the_same_in_portions(check, monkeypatch, (2, 2))
 
 
 @cases(CASES, "everything")
@@ -109,7 +109,7 @@ def test_tangents(case: str, rng: np.random.Generator, monkeypatch: pytest.Monke
             "sm80", arch, np.random.default_rng(seed), dtype, dict(shapes), options | {"deterministic": True}
         )
 
-    the_same_in_rounds(check, monkeypatch, (2, 2, 2))
+    the_same_in_portions(check, monkeypatch, (2, 2, 2))
 
 
 LENGTHS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -121,7 +121,7 @@ LENGTHS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 @cases(LENGTHS, "packed")
 def test_lengths(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of packed sequences a round has heads of all."""
+    """Of packed sequences a portion has heads of all."""
     how, ran = LENGTHS[case]
     seed = rng.integers(2**32)
 
@@ -129,4 +129,4 @@ def test_lengths(case: str, rng: np.random.Generator, monkeypatch: pytest.Monkey
         of = packed(np.random.default_rng(seed), **{"keys": KEYS, **how})
         lengths_on_cpu.check("sm80", ARCHS["sm80"], of, {"causal": True, "deterministic": True})
 
-    the_same_in_rounds(check, monkeypatch, ran)
+    the_same_in_portions(check, monkeypatch, ran)

@@ -1,6 +1,6 @@
-"""Heads in rounds: the launches of a plan are for some heads of K and V, and are repeated for the next ones, so that
-workspace is taken for those of one round. Kernels number the tiles of these alone (kernels_cu/attention/tiles.cuh), and
-no result depends on it. Pure."""
+"""Heads in portions: the launches of a plan are for some heads of K and V, and are repeated for the next ones, so that
+workspace is taken for those of one portion. Kernels number the tiles of these alone
+(kernels_cu/attention/tiles.cuh), and no result depends on it. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .kernel_plan import KernelPlan, ceil, query_numbers
 from .measured import number
 
 MOST = 64
-ROOM = 2.55  # times q's bytes that workspace may take: rounds cost time, and half of a backward's is 2.51 to 2.54
-# Between rounds multiprocessors wait for the last tile. A round is reckoned to take no less than so many seconds, and
-# fills every multiprocessor so many times, the last time nearly; all together take no more than LOSS times one.
+ROOM = 2.55  # times q's bytes that workspace may take: portions cost time, and half of a backward's is 2.51 to 2.54
+# Between portions multiprocessors wait for the last tile. A portion is reckoned to take no less than so many seconds,
+# and fills every multiprocessor so many times, the last time nearly; all together take no more than LOSS times one.
 SHORTEST, FEWEST_TIMES, LOSS = 2e-4, 2, 1.05
 
 
 def divided(
     made: KernelPlan, problem: AttentionProblem, arch: Arch, make: Callable[[AttentionProblem], KernelPlan]
 ) -> KernelPlan:
-    """A plan in rounds, where what it splits takes more than ROOM; `make` plans a problem with fewer heads."""
+    """A plan in portions, where what it splits takes more than ROOM; `make` plans a problem with fewer heads."""
     heads = sizes(made, problem, arch)
     if not heads:
         return made
@@ -31,15 +31,15 @@ def divided(
     first = make(replace(problem, batch=batch, heads_q=heads[0] * problem.group, heads_k=heads[0]))
     if (first.constants, first.scalars) != (made.constants, made.scalars):
         return made  # alone they would have their keys dealt out in shares, which makes other sums
-    told = (("first_head", 0), ("round_heads", heads[0]))
+    told = (("first_head", 0), ("portion_heads", heads[0]))
     return replace(
-        made, launches=first.launches, workspace=first.workspace, rounds=heads, scalars=(*made.scalars, *told)
+        made, launches=first.launches, workspace=first.workspace, portions=heads, scalars=(*made.scalars, *told)
     )
 
 
 def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int, ...]:
-    """How many heads of K and V each round has: the fewest rounds of which none takes more workspace than ROOM, or as
-    many as there may be; () where one is enough."""
+    """How many heads of K and V each portion has: the fewest portions of which none takes more workspace than ROOM, or
+    as many as there may be; () where one is enough."""
     grids = {x.name: x.grid for x in made.launches}
     room = ROOM * ITEMSIZE[problem.dtype] * math.prod(query_numbers(problem)) * problem.dim
     taken = sum(x.nbytes for x in made.workspace)
@@ -53,8 +53,8 @@ def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int,
     fewest, each = FEWEST_TIMES * int(dict(made.constants)["MIN_BLOCKS"]), grids[f"attention_{made.of}"] // total
     seconds = problem.flops(made.of) / (arch.sms * number("sm80.rate_4"))
     found: tuple[int, ...] = ()
-    for rounds in range(2, min(total, MOST, int(seconds / SHORTEST)) + 1):
-        size = ceil(total, rounds)
+    for portions in range(2, min(total, MOST, int(seconds / SHORTEST)) + 1):
+        size = ceil(total, portions)
         heads = (size,) * (total // size) + ((total % size,) if total % size else ())
         tiles = [ceil(n * each, arch.sms) for n in heads]  # of the busiest multiprocessor
         if min(tiles) >= fewest and sum(tiles) <= LOSS * ceil(total * each, arch.sms):
@@ -65,12 +65,12 @@ def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int,
 
 
 def one_by_one(plan: KernelPlan) -> list[KernelPlan]:
-    """The plan of each round; of one that has none itself."""
+    """The plan of each portion; of one that has none itself."""
     found, first = [], 0
-    for heads in plan.rounds:
-        told = {"first_head": first, "round_heads": heads}
+    for heads in plan.portions:
+        told = {"first_head": first, "portion_heads": heads}
         launches = [
-            x if x.once else replace(x, grid=x.grid * heads // plan.rounds[0])
+            x if x.once else replace(x, grid=x.grid * heads // plan.portions[0])
             for x in plan.launches
             if first == 0 or not x.once
         ]
