@@ -15,6 +15,34 @@ __device__ inline long long share_row(const Params& p, int share, long long row)
     return Sequence::all_query_numbers(p, share) + row;
 }
 
+// What the parts of a row weigh in it, as a warp finds it: of part n exp(lse(n) - lse); `count()`: how many there are.
+struct PartWeights {
+    Accum top, sum = 0, inverse;
+
+    template <class Count, class F>
+    __device__ PartWeights(const Params& p, const Head& head, Count count, F lse) {
+        int lane = threadIdx.x % 32;
+        Accum alone = MINUS_INFINITY;
+        if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
+        top = alone;
+        for (int n = lane; n < count(); n += 32) top = larger(top, lse(n));
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
+        if (top == MINUS_INFINITY) top = 0;  // no part has a key that the query sees
+        for (int n = lane; n < count(); n += 32) sum += relative(lse(n));
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if constexpr (SINKS) sum += relative(alone);
+        inverse = sum == 0 ? 0 : 1 / sum;
+    }
+    __device__ Accum operator()(Accum lse) const { return relative(lse) * inverse; }
+    __device__ Accum lse() const { return sum == 0 ? MINUS_INFINITY : top + log(sum); }
+
+   private:
+    // To the part with the largest.
+    __device__ Accum relative(Accum lse) const { return exp2_approx((lse - top) * LOG2_E); }
+};
+
 // One row of COLUMNS, by a warp; of(head): how many shares there are of its keys.
 template <int COLUMNS, class F>
 __device__ inline void combine_shares(const Params& p, long long row, F of) {
@@ -23,21 +51,9 @@ __device__ inline void combine_shares(const Params& p, long long row, F of) {
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
     auto shares = [&] { return of(head); };
-    Accum alone = MINUS_INFINITY;
-    if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
-    Accum top = alone, sum = 0;
-    for (int n = lane; n < shares(); n += 32) top = larger(top, lse(n));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
-    if (top == MINUS_INFINITY) top = 0;  // no share has a key that the query sees
-    auto weight = [&](Accum of) { return exp2_approx((of - top) * LOG2_E); };
-    for (int n = lane; n < shares(); n += 32) sum += weight(lse(n));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if constexpr (SINKS) sum += weight(alone);
-    Accum inverse = sum == 0 ? 0 : 1 / sum;
-    if (p.lse != nullptr && lane == 0) p.lse[row] = sum == 0 ? MINUS_INFINITY : top + log(sum);
+    PartWeights weight(p, head, shares, lse);
+    if (p.lse != nullptr && lane == 0) p.lse[row] = weight.lse();
 
     constexpr int PASSES = (COLUMNS + 127) / 128;  // of 4 columns for each lane
     struct alignas(16) Four {
@@ -46,7 +62,7 @@ __device__ inline void combine_shares(const Params& p, long long row, F of) {
     Four result[PASSES] = {};
     for (int first = 0; first < shares(); first += 32) {
         int count = min(32, shares() - first);
-        Accum own = lane < count ? weight(lse(first + lane)) * inverse : 0;
+        Accum own = lane < count ? weight(lse(first + lane)) : 0;
         const Accum* from = p.share_out + share_row(p, first, row) * COLUMNS + 4 * lane;
         long long next = share_row(p, 1, 0) * COLUMNS;
 #pragma unroll 8

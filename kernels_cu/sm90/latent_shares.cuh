@@ -37,27 +37,14 @@ template <class F>
 __device__ void combine_stripe(const Params& p, const Head& head, int query, int stripe, int parts, F at) {
     int lane = threadIdx.x % 32;
     auto lse = [&](int n) { return p.share_lse[at(n)]; };
-    float alone = MINUS_INFINITY;
-    if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
-    float top = alone, sum = 0;
-    for (int n = lane; n < parts; n += 32) top = larger(top, lse(n));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
-    if (top == MINUS_INFINITY) top = 0;  // no part has a key that the query sees
-    auto weight = [&](float of) { return exp2_approx((of - top) * LOG2_E); };
-    for (int n = lane; n < parts; n += 32) sum += weight(lse(n));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if constexpr (SINKS) sum += weight(alone);
-    float inverse = sum == 0 ? 0 : 1 / sum;
-    if (p.lse != nullptr && lane == 0 && stripe == 0)
-        p.lse[head.row_number(p, query)] = sum == 0 ? MINUS_INFINITY : top + log(sum);
+    PartWeights weight(p, head, [&] { return parts; }, lse);
+    if (p.lse != nullptr && lane == 0 && stripe == 0) p.lse[head.row_number(p, query)] = weight.lse();
 
     int column = stripe * STRIPE + 4 * lane;
     float4 result{0, 0, 0, 0};
     for (int first = 0; first < parts; first += 32) {
         int count = min(32, parts - first);
-        float own = lane < count ? weight(lse(first + lane)) * inverse : 0;
+        float own = lane < count ? weight(lse(first + lane)) : 0;
 #pragma unroll 8
         for (int n = 0; n < count; n++) {
             float w = __shfl_sync(~0u, own, n);
@@ -101,27 +88,15 @@ __device__ inline void combine_by_shares(const Params& p, long long row) {
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
-    float alone = MINUS_INFINITY;
-    if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
-    float top = alone, sum = 0;
-    for (int n = lane; n < shares; n += 32) top = larger(top, lse(n));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
-    if (top == MINUS_INFINITY) top = 0;  // no share has a key that the query sees
-    auto weight = [&](float of) { return exp2_approx((of - top) * LOG2_E); };
-    for (int n = lane; n < shares; n += 32) sum += weight(lse(n));
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if constexpr (SINKS) sum += weight(alone);
-    float inverse = sum == 0 ? 0 : 1 / sum;
-    if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = sum == 0 ? MINUS_INFINITY : top + log(sum);
+    PartWeights weight(p, head, [&] { return shares; }, lse);
+    if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = weight.lse();
 
     float4 result{0, 0, 0, 0};
     const float* from = p.share_out + row * DIM_V + stripe * STRIPE + 4 * lane;
     long long next = share_row(p, 1, 0) * DIM_V;
 #pragma unroll 8
     for (int n = of; n < shares; n += SPLIT) {
-        float w = weight(lse(n)) * inverse;
+        float w = weight(lse(n));
         add_times(result, w, *(const float4*)(from + n * next));
     }
     parts[of][stripe * 32 + lane] = result;
