@@ -59,7 +59,8 @@ class Maps:
                 dtype, shape = space.dtype, space.shape[::-1]
                 row, head, batch = (math.prod(shape[: n + 1]) for n in range(3))
             else:
-                dtype = plan.out_dtype or plan.dtype if box.array in plan.of.results else plan.dtype
+                own = plan.dq_dtype if box.array == "dq" else None
+                dtype = own or plan.out_dtype or plan.dtype if box.array in plan.of.results else plan.dtype
                 shape, (batch, row, head) = shapes[box.array.removeprefix("t")], strides[box.array]
             # The stride of an axis with one entry says nothing, and may be anything.
             size = ITEMSIZE[dtype]

@@ -217,4 +217,4 @@ def _is_dtype(x: Any) -> bool:
     if numpy is not None and isinstance(x, numpy.dtype):
         return True
     # PyTorch has neither while another thread imports it, and x is none.
-    return isinstance(x, getattr(torch, "dtype", ())) or isinstance(x, getattr(torch, "device", ()))
+    return isinstance(x, (getattr(torch, "dtype", ()), getattr(torch, "device", ())))
