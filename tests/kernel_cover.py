@@ -167,8 +167,9 @@ def latent() -> Iterator[AttentionProblem]:
     caches = (Given("seqlens_k", "int32", ("sequence",)),)
     pages = (*caches, Given("page_table", "int64", ("sequence", "page")))
     sinks = (Given("sinks", "float32", ("head",)),)
+    queries = ((1, 128, ()), (2, 16, sinks), (70, 8, ()), (1, 16, ()), (1, 8, sinks))
     for given, more in (((), {}), (caches, {"cache": 8192}), (pages, {"page": 64, "pages": 900})):
-        for n, (seq_q, heads, own) in enumerate(((1, 128, ()), (2, 16, sinks), (70, 8, ()))):
+        for n, (seq_q, heads, own) in enumerate(queries):
             for name in ("nothing", "causal", "window"):
                 fields = {"latent": 512, "seq_k": 8192, "heads_q": heads, "heads_k": 1, "batch": (64, 3)[n % 2]}
                 fields |= more | FEATURES[name] | {"given": (*own, *given), "seq_q": seq_q}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "narrower keys": {"rows": 1, "keys": [100, 65], "heads": (16, 1), "dim": 528},
     "a negative scale": {"rows": 1, "keys": [130], "heads": (16, 1), "options": {"scale": -0.05}},
 }  # fmt: skip
+# Those with few rows, which have a kernel of their own, by the one for many, too.
+BY_64 = {f"{name}, 64 rows": x for name, x in CASES.items() if x["rows"] * x["heads"][0] <= 32 * x["heads"][1]}
 
 
 def drawn(rng: np.random.Generator, rows: int, keys: list[int], heads: tuple[int, int], **how: Any) -> Sequences:
@@ -86,15 +89,16 @@ def check(
     sinks: np.ndarray | None = None,
     last_first: bool = False,
     gpu: Arch = GPU,
+    few: bool = True,
 ) -> tuple[KernelPlan, dict[str, Guarded]]:
-    """The plan, and the workspaces as it left them."""
+    """The plan, and the workspaces as it left them. few: whether the kernel for few rows has run."""
     q, k = of.of_queries("q"), of.of_keys("k")
     given = of.lengths() | ({} if sinks is None else {"sinks": sinks})
     problem = state(q, k, k[..., :N], latent=N, **options, **given)
     assert sm90_latent.objection(problem, gpu) is None
     assert "batch_invariant" in (sm90_latent.objection(replace(problem, batch_invariant=True), gpu) or "")
     kernels = plan(problem, gpu)
-    assert kernels.source == "sm90/latent.cu"
+    assert kernels.source == ("sm90/latent_few.cu" if few else "sm90/latent.cu")
     (library,) = compile_all(as_cpp(generate(kernels), list(dict.fromkeys(x.name for x in kernels.launches))))
     arrays = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in {"q": q, "k": k, **given}.items()}
     arrays["v"] = arrays["k"]
@@ -110,33 +114,91 @@ def check(
     return kernels, spaces
 
 
-@cases(CASES, "one tile, several, none, a few keys", "pages of 16", "a window")
+@pytest.fixture
+def by_64(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Few rows, by the kernel for many."""
+    return lambda: monkeypatch.setattr(sm90_latent, "FEW_ROWS", 0)
+
+
+@cases(
+    [*CASES, *BY_64],
+    "one tile, several, none, a few keys", "pages of 16", "a window", "pages of 24", "more heads than a tile has",
+    "pages of 16, 64 rows", "a window, 64 rows",
+)  # fmt: skip
 @pytest.mark.parametrize("last_first", [False, True])
-def test_each_sequence(case: str, last_first: bool, rng: np.random.Generator) -> None:
-    how = dict(CASES[case])
+def test_each_sequence(case: str, last_first: bool, rng: np.random.Generator, by_64: Callable[[], None]) -> None:
+    few = case in CASES and f"{case}, 64 rows" in BY_64
+    how = dict((CASES | BY_64)[case])
+    if case in BY_64:
+        by_64()
     options, sinks = how.pop("options", {}), how.pop("sinks", False)
     of = drawn(rng, **how)
-    check(of, options, rng.standard_normal(how["heads"][0]).astype("f4") if sinks else None, last_first)
+    check(of, options, rng.standard_normal(how["heads"][0]).astype("f4") if sinks else None, last_first, few=few)
 
 
-def test_maxima_that_grow(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_maxima_that_grow(few: bool, rng: np.random.Generator, by_64: Callable[[], None]) -> None:
     """From tile to tile, in either warpgroup: O so far and the sums of both shrink."""
+    if not few:
+        by_64()
     of = drawn(rng, 1, [400, 330], (16, 1), large=1.0)
     for n, keys in enumerate(of.keys):
         times = np.linspace(6, 0.1, keys)[:, None, None] if n == 0 else rng.choice([0.1, 6.0], (keys, 1, 1))
         of.own["k"][n] = (of.own["k"][n] * times).astype("f2")
         of.own["v"][n] = of.own["k"][n][..., :N]
-    check(of, {"scale": 0.2})
+    check(of, {"scale": 0.2}, few=few)
 
 
-@pytest.mark.parametrize(("k", "few"), [("dense", 2048), ("cache", 2048), ("dense", 0)])
-def test_keys_in_shares(k: str, few: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many of each sequence, of which some are empty."""
+def test_products_that_overflow_where_maxima_are_old(rng: np.random.Generator) -> None:
+    """A row's maximum is raised where its keys do not fit beside that of before, in any warp; others stay."""
+    of = drawn(rng, 1, [520, 200], (32, 1))
+    for n, keys in enumerate(of.keys):
+        of.own["k"][n][:] = (0.05 * of.own["k"][n]).astype("f2")
+        of.own["k"][n][keys - 7] = 0
+        of.own["k"][n][keys - 7, :, : 32 // (n + 1)] = 4
+        of.own["v"][n] = of.own["k"][n][..., :N]
+    check(of, {"scale": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("k", "split", "few", "processors", "blocks"),
+    [("dense", 2048, True, 2, 1), ("dense", 2048, True, 70, 2), ("cache", 2048, True, 132, 4),
+     ("cache", 2048, False, 100, 4), ("dense", 0, True, 132, 1), ("dense", 0, False, 132, 1)],
+)  # fmt: skip
+def test_keys_in_shares(
+    k: str,
+    split: int,
+    few: bool,
+    processors: int,
+    blocks: int,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    by_64: Callable[[], None],
+) -> None:
+    """As many of each sequence, of which some are empty; each row by one block, or by several."""
     monkeypatch.setattr(shares, "shares", lambda *_: Dealt(3, 0))
-    monkeypatch.setattr(sm90_latent, "FEW_ROWS", few)
+    monkeypatch.setattr(sm90_latent, "SPLIT_ROWS", split)
+    if not few:
+        by_64()
     of = drawn(rng, 2, [300], (8, 1), k=k) if k == "cache" else drawn(rng, 2, [300, 300], (8, 1), k=k)
-    kernels, _ = check(of, {"causal": True}, rng.standard_normal(8).astype("f4"))
-    assert dict(kernels.constants)["SHARES"] and not dict(kernels.constants)["LEAST_TILES"]
+    gpu = Arch("sm_90a", 90, processors, 232448)
+    kernels, _ = check(of, {"causal": True}, rng.standard_normal(8).astype("f4"), gpu=gpu, few=few)
+    constants = dict(kernels.constants)
+    assert constants["SHARES"] and not constants["LEAST_TILES"] and constants["ROW_BLOCKS"] == blocks
+
+
+def test_rows_say_which_kernel() -> None:
+    """And of how many rows a tile is, whether keys are asked for ahead, and by how many blocks a row is combined."""
+    one = next(x for x in latent() if not x.given and x.seq_q == 1 and x.right is None)
+    for heads, seq_q, rows, ahead, blocks in (
+        (1, 1, 8, 0, 4), (8, 1, 8, 0, 4), (9, 1, 16, 0, 4), (16, 1, 16, 0, 4), (16, 2, 32, 0, 4), (8, 3, 32, 0, 4),
+        (33, 1, 64, 0, 4), (16, 3, 64, 0, 2), (64, 1, 64, 0, 2), (128, 1, 64, 2, 1), (1, 33, 64, 0, 4),
+    ):  # fmt: skip
+        made = plan(replace(one, batch=1, heads_q=heads, seq_q=seq_q), Arch.of("sm_90a"))
+        told = dict(made.constants)
+        assert made.source == ("sm90/latent.cu" if rows == 64 else "sm90/latent_few.cu"), (heads, seq_q)
+        assert (told["ROWS"], told["AHEAD"], told["ROW_BLOCKS"]) == (rows, ahead, blocks), (heads, seq_q)
+        assert made.launches[1].grid == heads * seq_q * blocks and made.launches[1].threads == 512
 
 
 # Lengths, and on how many multiprocessors; into how many parts sequences are cut, those that are.
@@ -163,15 +225,22 @@ def parts_of(spaces: dict[str, Guarded]) -> list[int]:
 
 
 @cases(STRETCHES, "one that is long", "many", "none has keys")
-@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize(("last_first", "few"), [(False, True), (True, True), (True, False)])
 def test_equal_stretches_of_all_keys(
-    case: str, last_first: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    last_first: bool,
+    few: bool,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    by_64: Callable[[], None],
 ) -> None:
     keys, processors, parts = STRETCHES[case]
+    if not few:
+        by_64()
     monkeypatch.setattr(sm90_latent, "LEAST_TILES", 4)
     of = drawn(rng, 3, keys, (8, 1), k="paged", page=32, behind=300)
     sinks = rng.standard_normal(8).astype("f4")
-    kernels, spaces = check(of, {"causal": True}, sinks, last_first, Arch("sm_90a", 90, processors, 232448))
+    kernels, spaces = check(of, {"causal": True}, sinks, last_first, Arch("sm_90a", 90, processors, 232448), few)
     assert dict(kernels.constants)["LEAST_TILES"] == 4 and kernels.launches[0].grid == processors
     assert parts_of(spaces) == parts
 
@@ -194,7 +263,7 @@ def test_tiles_that_share_keys(processors: int, rng: np.random.Generator, monkey
     """Two tiles of queries of each sequence: blocks side by side, where they are even or one more leaves few idle."""
     monkeypatch.setattr(sm90_latent, "LEAST_TILES", 4)
     of = drawn(rng, 1, [700, 70, 0, 400, 5], (80, 1), k="cache")
-    kernels, spaces = check(of, {}, gpu=Arch("sm_90a", 90, processors, 232448))
+    kernels, spaces = check(of, {}, gpu=Arch("sm_90a", 90, processors, 232448), few=False)
     scalars = dict(kernels.scalars)
     assert (kernels.launches[0].grid, scalars["columns"]) == {2: (2, 2), 5: (5, 1), 6: (6, 2), 17: (16, 2)}[processors]
     parts_of(spaces)

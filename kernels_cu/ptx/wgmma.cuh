@@ -20,6 +20,8 @@ __device__ void wgmma_wait() {
 #define D2(c, n) D1(c, n), D1(c, n + 1)
 #define D4(c, n) D2(c, n), D2(c, n + 2)
 #define D8(c, n) D4(c, n), D4(c, n + 4)
+#define D_8(c) D1(c, 0)
+#define D_16(c) D2(c, 0)
 #define D_32(c) D4(c, 0)
 #define D_40(c) D_32(c), D1(c, 4)
 #define D_48(c) D_40(c), D1(c, 5)
@@ -31,6 +33,8 @@ __device__ void wgmma_wait() {
 #define D_256(c) D_192(c), D8(c, 24)
 
 // Their names in its text.
+#define NAMES_8 "%0, %1, %2, %3"
+#define NAMES_16 NAMES_8 ", %4, %5, %6, %7"
 #define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_40 NAMES_32 ", %16, %17, %18, %19"
 #define NAMES_48 NAMES_40 ", %20, %21, %22, %23"
@@ -128,6 +132,8 @@ WGMMA_8(128, 64, 65, 66, 67, 68)
 WGMMA_8(192, 96, 97, 98, 99, 100)
 WGMMA_8(256, 128, 129, 130, 131, 132)
 
+WGMMA_BOTH_TYPES(8, 4, 5, 6, 7, 8, 9)
+WGMMA_BOTH_TYPES(16, 8, 9, 10, 11, 12, 13)
 WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20, 21)
 WGMMA_BOTH_TYPES(40, 20, 21, 22, 23, 24, 25)
 WGMMA_BOTH_TYPES(48, 24, 25, 26, 27, 28, 29)

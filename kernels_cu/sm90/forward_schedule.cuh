@@ -1,4 +1,5 @@
 // The tiles of a Hopper forward: which a thread block takes, with a share of whose keys, and where those keys lie.
+// ROWS, of a tile of queries, is a constant of the plan or of the file that includes this.
 #pragma once
 #include "attention/pairs.cuh"
 #include "sm90/shares_by_length.cuh"
@@ -7,7 +8,6 @@
 
 using namespace config;
 
-constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 
 // Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which

@@ -1,6 +1,8 @@
 // The Hopper forward's tiles in shared memory, what a launch is made of, and the producer: TMA
 // brings Q, K and V tiles as far ahead as the rings in shared memory reach.
 #pragma once
+constexpr int ROWS = 64 * config::WARPGROUPS;  // of a tile of queries
+
 #include "sm90/forward_schedule.cuh"
 #include "sm90/long_sums.cuh"
 #include "sm90/pair_tiles.cuh"

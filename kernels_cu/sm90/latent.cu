@@ -11,49 +11,27 @@
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/setmaxnreg.cuh"
-#include "sm90/forward_schedule.cuh"
-#include "sm90/latent_shares.cuh"
+#include "sm90/latent_load.cuh"
 #include "tile/rows.cuh"
 
 static_assert(ROWS == 64 && KEYS == 64 && V_PARTS == 1 && !(PACKED_Q || BATCH_INVARIANT || DROPOUT || KEY_MASK));
 
 constexpr int HALF = DIM_V / 2;    // columns of O of a warpgroup
 constexpr int REST = DIM - DIM_V;  // columns of K that are none of V
-constexpr int LATENT_THREADS = 3 * 128;
-// Of a thread that loads, and of one that computes.
-constexpr int LOADER_REGISTERS = PAGED ? 56 : 40, LATENT_REGISTERS = PAGED ? 224 : 232;
 
 // Barriers of threads: of each warpgroup alone, P that each hands over, and both.
 enum { OWN = 1, HANDED = 3, BOTH = 5 };
 
-using LatentQ = SwizzledTile<ROWS, DIM>;
 using LatentK = SwizzledTile<KEYS, DIM>;
 using LatentV = SwizzledTile<KEYS, HALF>;
 using LatentP = SwizzledTile<ROWS, KEYS>;
-
-// A tile of K, box by box, as the loader asks for it ahead: to come to the L2 cache.
-struct CachedK {
-    __device__ CachedK from(int) const { return {}; }
-    __device__ void load(const TensorMap& map, unsigned, InMap at) const {
-#pragma unroll
-        for (int b = 0; b < LatentK::BLOCKS; b++)
-            tma_prefetch(map, at.column + LatentK::WIDTH * b, at.row, at.head, at.batch);
-    }
-};
-
-struct LatentMaps {
-    TensorMap q, k;
-    int none;  // there is no map of a result
-};
 
 // Shared memory: Q, two tiles of K, P as it changes hands with two numbers a row, barriers, and what is told of a tile
 // of queries.
 struct Shared {
     static constexpr int K_TILES = LatentQ::BYTES, P_TILE = K_TILES + 2 * LatentK::BYTES;
     static constexpr int NUMBERS = P_TILE + LatentP::BYTES, BARRIERS = NUMBERS + 2 * 4 * ROWS, NOTE = BARRIERS + 80;
-    static_assert(NOTE + 32 <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
+    static_assert(NOTE + PieceNote::BYTES <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
 
@@ -64,7 +42,7 @@ struct Shared {
     __device__ unsigned maximum(int row) const { return base + NUMBERS + 4 * row; }
     __device__ unsigned shrink(int row) const { return maximum(ROWS + row); }
     __device__ unsigned sum(int half, int row) const { return maximum(half * ROWS + row); }
-    __device__ unsigned note() const { return base + NOTE; }
+    __device__ PieceNote note() const { return {base + NOTE}; }
 
     // Of the n-th tile of K since the start the half that warpgroup `half` multiplies; the first one with the rest.
     __device__ unsigned full(unsigned n, int half) const { return base + BARRIERS + 8 * (n % 2 * 2 + half); }
@@ -80,124 +58,36 @@ struct Shared {
     }
     __device__ void wait_full(unsigned n, int half) const { mbarrier_wait(full(n, half), n / 2 % 2); }
     __device__ void wait_empty(unsigned n, int half) const { mbarrier_wait(empty(n, half), n / 2 % 2 ^ 1); }
-    // By a warp.
-    __device__ static void release(unsigned barrier) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-    }
+};
 
-    __device__ void tell(const Piece& piece) const {
-        store_shared(note(), piece.tile.head.batch);
-        store_shared(note() + 4, piece.tile.head.q);
-        store_shared(note() + 8, piece.tile.queries.begin);
-        store_shared(note() + 12, piece.place);
-        store_shared(note() + 16, piece.keys.begin);
-        store_shared(note() + 20, piece.keys.end);
-    }
-    __device__ void tell_end() const { store_shared(note(), unsigned(-1)); }
-    __device__ bool told(const Params& p, Piece& piece) const {
-        uint4 x = load_shared_16(note()), y = load_shared_16(note() + 16);
-        auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
-        int batch = all(x.x), row = all(x.z);
-        if (batch == -1) return false;
-        Head head = Head::of_q(p, batch, all(x.y));
-        piece = {{head, {row, min(head.queries(p), row + HEAD_ROWS)}}, {all(y.x), all(y.y)}, all(x.w)};
-        return true;
+// As the producer loads K: the two halves of V of a tile, the first one with the rest.
+struct Ring {
+    Shared s;
+    unsigned loaded = 0;  // tiles so far
+
+    __device__ bool waits() const { return loaded >= 2; }
+    __device__ void load(const KeyTile& tile, int) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            unsigned barrier = s.full(loaded, half);
+            if (threadIdx.x == 0) {
+                s.wait_empty(loaded, half);
+                mbarrier_arrive_expect(barrier, half == 0 ? LatentK::BYTES - LatentV::BYTES : LatentV::BYTES);
+            }
+            tile.load(s.v(loaded, half), barrier, half * HALF);
+            if (half == 0) tile.load(SwizzledTile<KEYS, REST>{s.v(loaded, 2).base}, barrier, DIM_V);
+        }
+        loaded++;
     }
 };
 
-// The producer, a warp: its first thread waits and asks, and one that is elected asks for boxes (ptx/tma.cuh).
-__device__ void load(const Params& p, const LatentMaps& maps, Shared s) {
-    TileSchedule schedule(p);
-    KeyPlace places;
-    bool first = threadIdx.x == 0;
-    unsigned loaded = 0, tiles = 0;  // tiles of K, and of Q, so far
-    // By those who have looked up where the keys lie.
-    auto ask = [&](auto to, unsigned barrier, const Head& head, int key, int column) {
-        if constexpr (PAGED) {
-            places.load(p, to, maps.k, barrier, key, head, column);
-        } else {
-            __syncwarp();  // the first thread has waited for all
-            if (elected()) to.load(maps.k, barrier, head.at_key(p, key, column));
-        }
-    };
-    auto load_half = [&](const Head& head, int key, int half) {
-        constexpr int BYTES = LatentV::BYTES;
-        unsigned barrier = s.full(loaded, half);
-        if (first) {
-            s.wait_empty(loaded, half);
-            mbarrier_arrive_expect(barrier, half == 0 ? LatentK::BYTES - BYTES : BYTES);
-        }
-        ask(s.v(loaded, half), barrier, head, key, half * HALF);
-        if (half == 0) ask(SwizzledTile<KEYS, REST>{s.v(loaded, 2).base}, barrier, head, key, DIM_V);
-    };
-    auto wait_q = [&] { mbarrier_wait(s.q_empty(), tiles % 2 ^ 1); };
-    auto load_piece = [&](const Piece& piece) {
-        const Head& head = piece.tile.head;
-        TileWalk walk(piece.keys);
-        int step = walk.start(), ahead = step;
-        auto load_k = [&] {
-            auto near = [&] { return walk.has(ahead) && walk.after(step) - walk.after(ahead) < AHEAD; };
-            bool waits = loaded >= 2;  // (the first ones have a place at once)
-            if (!waits) ahead = walk.next(step);
-            for (; waits && near(); ahead = walk.next(ahead)) {
-                int key = walk.tile(ahead) * KEYS;
-                places.look_up(p, head, key);
-                ask(CachedK{}, 0, head, key, 0);
-            }
-            int key = walk.tile(step) * KEYS;
-            places.look_up(p, head, key);  // (while the place is waited for)
-            load_half(head, key, 0);
-            load_half(head, key, 1);
-            loaded++, step = walk.next(step);
-        };
-        if (walk.has(step)) load_k();
-        if (first) {
-            wait_q();
-            s.tell(piece);
-            mbarrier_arrive_expect(s.q_full(), LatentQ::BYTES);
-        }
-        __syncwarp();
-        if (elected()) s.q().load(maps.q, s.q_full(), head.at_query(p, piece.tile.queries.begin));
-        tiles++;
-        while (walk.has(step)) load_k();
-    };
-    if constexpr (STRETCHES) {
-        Piece piece;
-        for (Stretch stretch(p, schedule.heads); stretch.next(schedule, piece);) load_piece(piece);
-    } else {
-        Tickets tickets{p.counters};
-        bool dynamic = p.counters != nullptr;
-        int total = schedule.total(), number = blockIdx.x;
-        while (number < total) {
-            Tile tile = schedule.tile(number);
-            TileWalk walk(p, tile.head, tile.queries);
-            if (SHARES) walk = walk.share(tile.share, p.shares);
-            load_piece({tile, walk.tiles, SHARES ? tile.share : Piece::WHOLE});
-            int ticket = number;
-            if (dynamic) {
-                ticket = __shfl_sync(~0u, first ? tickets.take(number < gridDim.x) : 0, 0);
-                if (first) tickets.settle(ticket, total - 1);
-            }
-            number = gridDim.x + ticket;
-        }
-    }
-    if (first) {
-        wait_q();
-        s.tell_end();
-        mbarrier_arrive(s.q_full());
-    }
-}
-
 // A warpgroup with half of the columns of O.
-struct Consumer {
+struct Consumer : PieceResults {
     using Scores = Accumulator<1, KEYS / 8>;
 
-    const Params& p;
     Shared s;
     int half, warp_row;
 
-    Piece piece{};
     TileWalk walk;
     OnlineSoftmax<1> softmax;  // the maxima are common, the sums of the warpgroup's own tiles
     Accumulator<1, HALF / 8> o;
@@ -205,21 +95,26 @@ struct Consumer {
     unsigned first = 0;  // of the tile's tiles of K, among all so far
 
     __device__ Consumer(const Params& p, Shared s, int half)
-        : p(p), s(s), half(half), warp_row(threadIdx.x / 32 % 4 * 16), softmax(Pairs(p, {}).factor()) {}
+        : PieceResults{p}, s(s), half(half), warp_row(threadIdx.x / 32 % 4 * 16), softmax(Pairs(p, {}).factor()) {}
 
-    __device__ const Head& head() const { return piece.tile.head; }
     __device__ TileRows placement(int key = 0) const { return {head().q, piece.tile.queries.begin, key, warp_row}; }
-    __device__ void done_with(unsigned n) const { s.release(s.empty(first + n, half)); }
+    __device__ void done_with(unsigned n) const { arrive_warp(s.empty(first + n, half)); }
 
-    // S = Q K^T of the n-th tile, in the background.
+    // S = Q K^T of the n-th tile, in the background. It begins with the half of K that comes first.
     __device__ void start_scores(Scores& scores, unsigned n) const {
+        constexpr int STEPS = HALF / 16;  // of a half
         s.wait_full(first + n, 0);
-        s.wait_full(first + n, 1);
         LatentQ q = s.q();
         LatentK k = s.k(first + n);
         mark_changed(q.base);  // else the addresses of all operands are kept from tile to tile
         mark_changed(k.base);
-        start_ABt<DOT>(scores, q, 0, k);
+        auto place = [](int i) { return i < STEPS ? i : i + STEPS; };
+        start_product<DOT - HALF, !ADD, 0, 0>(
+            scores, [&](int i) { return q.along_rows(0, place(i)); }, [&](int i) { return k.along_rows(0, place(i)); });
+        s.wait_full(first + n, 1);
+        start_product<HALF, ADD, 0, 0>(
+            scores, [&](int i) { return q.along_rows(0, STEPS + i); },
+            [&](int i) { return k.along_rows(0, STEPS + i); });
     }
 
     // Products become probabilities; what O so far is to be multiplied by. Whether that is not 1.
@@ -371,26 +266,14 @@ struct Consumer {
         sync_threads<256>(BOTH);  // before these places are a tile's maxima again
         Pairs pairs(p, head());
         TileRows at = placement();
-        softmax.close(pairs.unit(), 1, [&](int r) -> float {
-            return cut() ? MINUS_INFINITY : pairs.sink(at(r, 0).head);  // (to all shares it is added once)
-        });
-        if ((cut() || p.lse != nullptr) && half == 0 && threadIdx.x % 4 == 0) {
+        softmax.close(pairs.unit(), 1, [&](int r) -> float { return sink(pairs, at(r, 0)); });
+        if (takes_lse() && half == 0 && threadIdx.x % 4 == 0) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 int row = Scores::row(0, 2 * h);
-                Pair x = at(row, 0);
-                if (real(x)) *(cut() ? p.share_lse + left(row, x) : p.lse + row_number(x)) = softmax.maximum[0][h];
+                store_lse(warp_row + row, at(row, 0), softmax.maximum[0][h]);
             }
         }
-    }
-    __device__ bool cut() const { return SHARES && piece.place != Piece::WHOLE; }
-    __device__ bool real(const Pair& x) const {
-        return x.head - head().q < heads_of(p, head()) && x.i < head().queries(p);
-    }
-    __device__ long long row_number(const Pair& x) const { return head().other(x.head).row_number(p, x.i); }
-    // Where a row of a share is left.
-    __device__ long long left(int row, const Pair& x) const {
-        return left_row(p, piece.place, warp_row + row, row_number(x));
     }
 
     __device__ void store() {
@@ -400,7 +283,7 @@ struct Consumer {
         if (cut()) {
             store_float_rows(o, true, HALF, [&](int row) -> float* {
                 Pair x = at(row, 0);
-                return real(x) ? p.share_out + left(row, x) * DIM_V + column : nullptr;
+                return real(x) ? p.share_out + left(warp_row + row, x) * DIM_V + column : nullptr;
             });
         } else {
             const Strides& to = p.out_strides;
@@ -415,7 +298,7 @@ struct Consumer {
     __device__ void run() {
         for (unsigned tiles = 0;; tiles++) {
             mbarrier_wait(s.q_full(), tiles % 2);
-            if (!s.told(p, piece)) return;
+            if (!s.note().told(p, piece)) return;
             walk = TileWalk(piece.keys);
             int count = walk.count();
             softmax = OnlineSoftmax<1>(Pairs(p, head()).factor());
@@ -425,44 +308,15 @@ struct Consumer {
             else
                 visit_odd(count);
             first += count;
-            s.release(s.q_empty());
+            arrive_warp(s.q_empty());
             close();
             store();
         }
     }
 };
 
-// Launched where keys are dealt out in shares.
-extern "C" __global__ void __launch_bounds__(COMBINERS, 1024 / COMBINERS)
-    attention_combine(const __grid_constant__ Params p) {
-    wait_for_kernel_before();
-    int warp = threadIdx.x / 32;
-    if constexpr (STRETCHES)
-        combine_place(p, blockIdx.x / PLACE_BLOCKS, blockIdx.x % PLACE_BLOCKS * 4 + warp);
-    else if constexpr (SHARES && BY_SHARES)
-        combine_by_shares(p, blockIdx.x);
-    else if constexpr (SHARES)
-        combine_by_stripes(p, blockIdx.x, warp);
-}
-
 extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
     attention_forward(const __grid_constant__ Params p, const __grid_constant__ LatentMaps maps) {
     extern __shared__ __align__(1024) char memory[];
-    Shared s{shared_address(memory)};
-    if (threadIdx.x == 0) {
-        s.init();
-        mbarrier_init_fence();
-        tma_prefetch(maps.q);
-        tma_prefetch(maps.k);
-    }
-    __syncthreads();
-    if (SHARES && threadIdx.x == 0) let_next_kernel_start();  // where thread blocks have ended, to wait for the others
-    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    if (warpgroup == -1) {
-        shrink_registers<LOADER_REGISTERS>();
-        if (threadIdx.x < 32) load(p, maps, s);
-    } else {
-        grow_registers<LATENT_REGISTERS>();
-        Consumer(p, s, warpgroup).run();
-    }
+    run_block<Ring, Consumer>(p, maps, Shared{shared_address(memory)});
 }

@@ -1,11 +1,12 @@
-// What shares of latent attention leave in memory becomes rows. What was not cut is written already.
+// The results of a piece of latent attention: rows, or what shares leave in memory, and how that becomes rows.
 #pragma once
 #include "attention/shares.cuh"
 #include "sm90/latent_stretches.cuh"
 
-constexpr int SPLIT = 4;  // shares of a row, dealt out to so many warps
 constexpr int STRIPE = 128, STRIPES = DIM_V / STRIPE;
-constexpr int COMBINERS = BY_SHARES ? 32 * SPLIT * STRIPES : 128;
+// BY_SHARES: stripes that a block has of a row, and warps that a stripe has.
+constexpr int BLOCK_STRIPES = STRIPES / ROW_BLOCKS, SPLIT = 4 * ROW_BLOCKS;
+constexpr int COMBINERS = BY_SHARES ? 32 * SPLIT * BLOCK_STRIPES : 128;
 
 // Rows of a tile of queries, and of how many heads it has some.
 using TileRows = Placement<false, PACK == 1 ? 0 : HEAD_ROWS>;
@@ -31,6 +32,32 @@ __device__ inline void store_four(Out* to, float4 x) {
 __device__ inline long long left_row(const Params& p, int place, int row, long long number) {
     return STRETCHES ? place * (long long)ROWS + row : share_row(p, place, number);
 }
+
+// A piece, and where its results go.
+struct PieceResults {
+    const Params& p;
+    Piece piece{};
+
+    __device__ const Head& head() const { return piece.tile.head; }
+    __device__ bool cut() const { return SHARES && piece.place != Piece::WHOLE; }
+    __device__ bool real(const Pair& x) const {
+        return x.head - head().q < heads_of(p, head()) && x.i < head().queries(p);
+    }
+    // Row `row` of the tile of queries among those that shares leave.
+    __device__ long long left(int row, const Pair& x) const { return left_row(p, piece.place, row, row_number(x)); }
+
+    // (To all shares together it is added once.)
+    __device__ float sink(const Pairs& pairs, const Pair& x) const {
+        return cut() ? MINUS_INFINITY : pairs.sink(x.head);
+    }
+    __device__ bool takes_lse() const { return cut() || p.lse != nullptr; }
+    __device__ void store_lse(int row, const Pair& x, float lse) const {
+        if (real(x)) *(cut() ? p.share_lse + left(row, x) : p.lse + row_number(x)) = lse;
+    }
+
+   private:
+    __device__ long long row_number(const Pair& x) const { return head().other(x.head).row_number(p, x.i); }
+};
 
 // A stripe of a row of `parts` parts, by a warp; at(n): which row part n is.
 template <class F>
@@ -73,23 +100,24 @@ __device__ inline void combine_place(const Params& p, int place, int warp) {
     }
 }
 
-// Where each tile has as many shares: a row by a block, of which a warp has a stripe or (BY_SHARES, where rows are few
-// and so shares many) of that every fourth share.
+// Where each tile has as many shares: a row by a block, a stripe of it by a warp; or (BY_SHARES, where rows are few and
+// so shares many) by ROW_BLOCKS blocks, and every SPLIT-th share of a stripe by a warp.
 __device__ inline void combine_by_stripes(const Params& p, long long row, int stripe) {
     QueryOf at = Sequence::numbered_query(p, row);
     combine_stripe(p, Head::of_q(p, at.batch, at.head), at.query, stripe, p.shares,
                    [&](int n) { return share_row(p, n, row); });
 }
 
-__device__ inline void combine_by_shares(const Params& p, long long row) {
-    __shared__ float4 parts[SPLIT][DIM_V / 4];
-    int lane = threadIdx.x % 32, stripe = threadIdx.x / 32 % STRIPES, of = threadIdx.x / 32 / STRIPES;
+__device__ inline void combine_by_shares(const Params& p, long long row, int block) {
+    __shared__ float4 parts[SPLIT][32 * BLOCK_STRIPES];
+    int lane = threadIdx.x % 32, own = threadIdx.x / 32 % BLOCK_STRIPES, of = threadIdx.x / 32 / BLOCK_STRIPES;
+    int stripe = block * BLOCK_STRIPES + own;
     int shares = p.shares;
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
     PartWeights weight(p, head, [&] { return shares; }, lse);
-    if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = weight.lse();
+    if (p.lse != nullptr && block == 0 && threadIdx.x == 0) p.lse[row] = weight.lse();
 
     float4 result{0, 0, 0, 0};
     const float* from = p.share_out + row * DIM_V + stripe * STRIPE + 4 * lane;
@@ -99,13 +127,26 @@ __device__ inline void combine_by_shares(const Params& p, long long row) {
         float w = weight(lse(n));
         add_times(result, w, *(const float4*)(from + n * next));
     }
-    parts[of][stripe * 32 + lane] = result;
+    parts[of][own * 32 + lane] = result;
     __syncthreads();
     if (of > 0) return;
 #pragma unroll
     for (int n = 1; n < SPLIT; n++) {
-        float4 x = parts[n][stripe * 32 + lane];
+        float4 x = parts[n][own * 32 + lane];
         result.x += x.x, result.y += x.y, result.z += x.z, result.w += x.w;
     }
     store_four(head.query_row(p.out, p.out_strides, at.query) + stripe * STRIPE + 4 * lane, result);
+}
+
+// Launched where keys are dealt out in shares.
+extern "C" __global__ void __launch_bounds__(COMBINERS, 1024 / COMBINERS)
+    attention_combine(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    int warp = threadIdx.x / 32;
+    if constexpr (STRETCHES)
+        combine_place(p, blockIdx.x / PLACE_BLOCKS, blockIdx.x % PLACE_BLOCKS * 4 + warp);
+    else if constexpr (SHARES && BY_SHARES)
+        combine_by_shares(p, blockIdx.x / ROW_BLOCKS, blockIdx.x % ROW_BLOCKS);
+    else if constexpr (SHARES)
+        combine_by_stripes(p, blockIdx.x, warp);
 }

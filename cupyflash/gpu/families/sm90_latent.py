@@ -1,5 +1,5 @@
 """The plan of latent attention on Hopper: V is the first 512 columns of K, which stands in shared memory once
-(kernels_cu/sm90/latent.cu)."""
+(kernels_cu/sm90/latent.cu; for few rows latent_few.cu)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from .likely import as_dense
 from .sm90_memory import common, dots
 
 ROWS, KEYS = 64, 64
-FEW_ROWS = 2048  # up to so many are made of shares by 16 warps each, more by 4
+FEW_ROWS = 32  # heads that share keys times queries: up to so many rows are columns of S^T (latent_few.cu)
+# Up to SPLIT_ROWS rows are made of shares by 16 warps of a block each, more by 4. Where few rows would leave
+# multiprocessors idle, up to ROW_BLOCKS blocks have a row.
+SPLIT_ROWS, ROW_BLOCKS = 2048, 4
 # Where lengths are data, blocks have equal stretches of all key tiles: of LEAST_TILES at least, where some sequence has
 # as many. To begin a tile of queries counts as BEGIN_TILES, and less is not cut off. At each place of results of shares
 # PLACE_BLOCKS put rows together.
 LEAST_TILES, BEGIN_TILES, PLACE_BLOCKS = 8, 2, 8
-AHEAD = 2  # key tiles that are asked for to come to the L2 cache, before they have a place in shared memory
+# Key tiles that are asked for to come to the L2 cache, before they have a place in shared memory, where several tiles
+# of queries have the same keys. Elsewhere reading K once is what binds, and asking twice costs 7 to 10 %.
+AHEAD = 2
 DIM, DIM_V = 576, 512
 # Q, two tiles of K, P, two numbers a row, barriers
 MEMORY = 2 * (ROWS * DIM + 2 * KEYS * DIM + ROWS * KEYS) + 2 * 4 * ROWS + 128
@@ -42,9 +47,11 @@ def objection(problem: AttentionProblem, arch: Arch) -> str | None:
 
 def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     likely = as_dense(problem)
-    pack = pack_of(problem)
-    span = ROWS // pack  # queries of each of `pack` heads
-    tiles = problem.batch * problem.heads_k * ceil(problem.group, pack) * ceil(problem.seq_q, span)
+    rows = rows_of_tile(problem)
+    pack = pack_of(problem, rows)
+    span = rows // pack  # queries of each of `pack` heads
+    of_keys = ceil(problem.group, pack) * ceil(problem.seq_q, span)  # tiles of queries that have the same keys
+    tiles = problem.batch * problem.heads_k * of_keys
     if tiles >= 2**30:
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     wide, most = tiles // max(1, problem.batch), ceil(problem.seq_k, KEYS)
@@ -61,32 +68,34 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     if stretches and grid % wide * 16 <= grid:
         grid -= grid % wide
     columns = math.gcd(grid, wide) if stretches else 1
-    rows = math.prod(query_numbers(problem))
-    by_shares = rows <= FEW_ROWS and not stretches
+    results = math.prod(query_numbers(problem))
+    by_shares = results <= SPLIT_ROWS and not stretches
     places = 2 * grid if stretches else 0
-    blocks, threads = (places * PLACE_BLOCKS, 128) if stretches else (rows, 512 if by_shares else 128)
+    row_blocks = blocks_of_row(results, arch.sms) if by_shares and parts > 1 else 1
+    blocks, threads = (places * PLACE_BLOCKS, 128) if stretches else (results * row_blocks, 512 if by_shares else 128)
     combine = Launch("attention_combine", blocks, threads, waits=True)
     banded = problem.left is not None or problem.right is not None
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
     dynamic = not (alike or stretches) and tiles * parts > grid
     key_box = KEYS if problem.page is None else math.gcd(problem.page, KEYS)
     constants = (
-        ("DIM", DIM), ("DIM_V", DIM_V), dots(problem)[0], ("WARPGROUPS", 1), ("KEYS", KEYS), ("KEY_BOX", key_box),
+        ("DIM", DIM), ("DIM_V", DIM_V), dots(problem)[0], ("ROWS", rows), ("KEYS", KEYS), ("KEY_BOX", key_box),
         ("SHARE_TILES", 0), ("LEAST_TILES", LEAST_TILES if stretches else 0), ("BEGIN_TILES", BEGIN_TILES),
-        ("AHEAD", AHEAD), ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", 1),
-        ("PLACE_BLOCKS", PLACE_BLOCKS), ("BY_SHARES", by_shares), ("SHARED_MEMORY", MEMORY), *features(problem),
+        ("AHEAD", AHEAD if of_keys > 1 else 0), ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", 1),
+        ("PLACE_BLOCKS", PLACE_BLOCKS), ("BY_SHARES", by_shares), ("ROW_BLOCKS", row_blocks),
+        ("SHARED_MEMORY", MEMORY), *features(problem),
     )  # fmt: skip
     launch = Launch("attention_forward", grid, 384, MEMORY)
     left = shares.left(problem, parts, DIM_V)
     if stretches:
         left = (
-            Workspace("share_out", "float32", (places * ROWS, DIM_V)),
-            Workspace("share_lse", "float32", (places * ROWS,)),
+            Workspace("share_out", "float32", (places * rows, DIM_V)),
+            Workspace("share_lse", "float32", (places * rows,)),
         )
     notes = Workspace("share_notes", "uint32", (places, 4))
     spaces = (Workspace("counters", "uint32", (3 if dynamic else 0,)), *left, notes)
     return KernelPlan(
-        **common(problem, arch, FORWARD) | {"source": "sm90/latent.cu"},
+        **common(problem, arch, FORWARD) | {"source": "sm90/latent.cu" if rows == ROWS else "sm90/latent_few.cu"},
         constants=constants,
         launches=(launch, combine) if parts > 1 else (launch,),
         workspace=spaces,
@@ -95,6 +104,23 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     )
 
 
-def pack_of(problem: AttentionProblem) -> int:
+def rows_of_tile(problem: AttentionProblem) -> int:
+    """Of queries: all that have the same keys where these are few, a power of two of at least 8; else ROWS."""
+    rows = power_of_two(problem.group * power_of_two(problem.seq_q))
+    return max(8, rows) if rows <= FEW_ROWS else ROWS
+
+
+def pack_of(problem: AttentionProblem, rows: int) -> int:
     """Of how many heads that share K a tile has rows."""
-    return max(1, ROWS >> max(0, problem.seq_q - 1).bit_length())
+    return max(1, rows // power_of_two(problem.seq_q))
+
+
+def blocks_of_row(results: int, sms: int) -> int:
+    """How many blocks put each of so many rows together, a power of two: as long as multiprocessors would be idle."""
+    blocks = max(1, min(ROW_BLOCKS, sms // max(1, results)))
+    return 1 << blocks.bit_length() - 1
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not less than n."""
+    return 1 << max(0, n - 1).bit_length()
