@@ -11,7 +11,7 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.kernel_plan import MOVING, KernelPlan, features
+from cupyflash.gpu.kernel_plan import MOVING, PAIRWISE, KernelPlan, features
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.passes import FORWARD
 from cupyflash.problem import ARRAYS, AXES, FLOAT8, FLOATS, ITEMSIZE, OF_FLOAT8, AttentionProblem, Given
@@ -158,6 +158,15 @@ def wide() -> Iterator[AttentionProblem]:
             yield problem("bfloat16" if name == "everything" else "float16", *dims, **FEATURES[name])
     for dims in ((64, 512), (512, 64)):
         yield problem("bfloat16", *dims, **FEATURES["causal"])
+    # Everything for which there is room beside so many columns.
+    given = tuple(x for x in GIVEN if x.name not in PAIRWISE)
+    many = FEATURES["everything"] | {"given": given}
+    for dims in ((512, 512), (384, 512)):
+        yield problem("bfloat16", *dims, **many)
+        yield problem("bfloat16", *dims, **many | {"block_mask": None, "batch": 1, "heads_k": 1, "seq_q": 8192})
+    yield problem("float16", 160, 512)
+    ends = tuple(Given(f"cu_seqlens_{x}", "int32", ("offset",)) for x in "qk")
+    yield problem("float16", 384, rows_q=2000, rows_k=2000, right=0, given=(*ends, *MASK))
     yield problem("bfloat16", 512, **FEATURES["score"])
     yield problem("bfloat16", 512, batch=1, seq_q=100, seq_k=16384)
 
@@ -309,6 +318,7 @@ COMPILED = [
     ("sm90", "sm_90a", 64),
     ("sm90", "sm_90a", 128),
     ("sm90", "sm_90a", 256),
+    ("sm90", "sm_90a", 512),
     ("sm80", "sm_80", 128),
     ("simt", "sm_75", 64),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,15 @@ def test_wide_heads_are_for_tensor_cores(arch: Arch) -> None:
     assert plan(problem("bfloat16", 577), arch).family == "simt"
     reason = "sm80 takes head dimensions up to 256 in a jvp of float16, not 512 and 512"
     assert reason in plan(moving(problem("float16", 512)), arch, JVP).passed_over
+
+
+def test_a_backward_shares_out_whole_blocks_of_columns() -> None:
+    """Of 64, for both blocks of a cluster: of few columns of one product and many of the other, too."""
+    for few, many in itertools.product(range(1, 513, 32), (321, 512)):
+        for dims in ((few, many), (many, few)):
+            has = constants(plan(problem("bfloat16", *dims), H200, BACKWARD))
+            assert has["DIM"] % 128 == has["DIM_V"] % 128 == 0, dims
+            assert has["DIM"] >= dims[0] and has["DIM_V"] >= dims[1]
 
 
 def test_tiles_of_wide_heads_have_one_order_of_products() -> None:

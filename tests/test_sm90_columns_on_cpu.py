@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"window": (50, 9), "rows_aligned": False}),
     "few-of-v": ("bfloat16", {"seq": (100, 150), "dims": (384, 33), "heads": (2, 1), "batch": 1}, {"causal": True}),
     "few-of-q": ("float16", {"seq": (100, 150), "dims": (24, 512), "heads": (2, 1), "batch": 1, "key_mask": True}, {}),
+    "odd-blocks": ("float16", {"seq": (70, 100), "dims": (150, 512), "heads": (2, 1), "batch": 1}, {"causal": True}),
     "in-order": (
         "bfloat16", {"seq": (130, 330), "dims": (328, 328), "heads": (1, 1), "batch": 2}, {"deterministic": True},
     ),
@@ -59,7 +60,8 @@ def test_on_cpu(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
     check("sm90", GPU, rng, *CASES[case])
 
 
-def test_lengths_in_memory(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_lengths_in_memory(masked: bool, rng: np.random.Generator) -> None:
     drawn: dict[str, Any] = {
         "queries": [70, 0, 1, 90],
         "keys": [80, 3, 0, 70],
@@ -67,4 +69,5 @@ def test_lengths_in_memory(rng: np.random.Generator) -> None:
         "dtype": "float16",
         "heads": (2, 1),
     }
-    check_lengths("sm90", GPU, Sequences(rng, **drawn), {"causal": True}, {})
+    others = {"mask": rng.random((1, 2, 90, 80)) < 0.8} if masked else {}
+    check_lengths("sm90", GPU, Sequences(rng, **drawn), {"causal": True}, others)

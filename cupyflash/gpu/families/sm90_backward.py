@@ -33,12 +33,14 @@ from .sm90_backward_tiles import (
     has_all_keys,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, padded_to, pair_stages, room
+from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, room
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
 SHARE_SPILLS = 128  # bytes: where a share begins
+COLUMN_SPILLS = 176  # more, where columns are shared out: where lie what is sent to the other block, and what is read
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
+CLUSTER_BARRIERS = 64  # bytes more, of what the blocks of a cluster send to each other
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
 FEW_ADD = 8  # key tiles to each tile of dQ, in a window of no more than this part of the keys
 
@@ -77,7 +79,8 @@ def backward_memory(
     if not t.wide and t.warpgroups * 2 * 64 * (blocks + blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
         return None
     size = 2 * (t.keys * (blocks + blocks_v) + t.rows * (t.stages * blocks + t.do_stages * blocks_v))
-    size += t.stages * 8 * t.rows + pairs.memory(t.rows, t.keys) + BARRIERS  # lse and delta
+    size += t.stages * 8 * t.rows + pairs.memory(t.rows, t.keys)  # lse and delta
+    size += BARRIERS + t.clustered * CLUSTER_BARRIERS
     # P, dS of two steps, also the other block's, and some columns of its K; else dS of two steps, or P and dS.
     # Of columns: P, dS of two steps, and what the other block has of S and dP.
     if parts_of_columns > 1:
@@ -119,9 +122,9 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Ba
 
 
 def _columns(problem: AttentionProblem) -> tuple[int, int]:
-    """Of Q and K, and of V, that a thread block has, padded."""
+    """Of Q and K, and of V, that a thread block has, padded: where they are shared out, to whole blocks of 64."""
     n = column_parts(problem)
-    return padded(problem) if n == 1 else padded_to(ceil(problem.dim, n), ceil(problem.dim_v, n), 64)
+    return padded(problem) if n == 1 else (pad(ceil(problem.dim, n), 64), pad(ceil(problem.dim_v, n), 64))
 
 
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
@@ -174,6 +177,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip
     spills = t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS
+    spills += COLUMN_SPILLS * (columns > 1)
     spills += LISTED_SPILLS * (problem.block_mask is not None) + LENGTHS_SPILLS * problem.shifts
     return KernelPlan(
         **common(problem, arch, BACKWARD),

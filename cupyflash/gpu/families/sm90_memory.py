@@ -38,12 +38,8 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
     """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers; that of V of one of its
     parts."""
     least = DIMS[0] if max(problem.dim, problem.dim_v) <= DIMS[0] and problem.dtype != FLOAT8 else 64
-    return padded_to(problem.dim, ceil(problem.dim_v, value_parts(problem)), least)
-
-
-def padded_to(dim: int, dim_v: int, least: int) -> tuple[int, int]:
-    """So many columns of Q and K, and of V, padded, to `least` at least."""
-    dim, dim_v = (next((d for d in DIMS if max(n, least) <= d), pad(n, 64)) for n in (dim, dim_v))
+    columns = ceil(problem.dim_v, value_parts(problem))
+    dim, dim_v = (next((d for d in DIMS if max(n, least) <= d), pad(n, 64)) for n in (problem.dim, columns))
     return dim, dim_v
 
 
