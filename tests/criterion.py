@@ -75,8 +75,9 @@ def assert_as_good_as_either(
     name: str,
     unit: Callable[[], float],
 ) -> None:
-    """`assert_as_good` of what is not without luck: beside the published algorithm in this precision, if there is one,
-    whose results are not rounded yet; then with `unit` and luck, which three times as far off as it is, is, too."""
+    """For what is not `assert_as_good` without luck: it may be as good as `published`, the published algorithm in this
+    precision before its last rounding, if there is one; else it is judged with `unit` and luck, and up to three times
+    as far off as the published algorithm counts as luck, too."""
     if published is not None and rounds_as_well(actual, exact, published, 2):
         return
     try:

@@ -201,7 +201,7 @@ def test_compile_fills_the_cache(run: Run, cache: Path) -> None:
     only = ("--arch", "sm_80", "--dtype", "fp32", "--head-dim", "64", "--causal", "--of", "forward")
     code, out, err = run("compile", *only)
     assert (code, err) == (0, "")
-    assert "sm80" in out and "forward" in out and "4 programs" in out  # of few queries, of many, and in rounds, too
+    assert "sm80" in out and "forward" in out and "4 programs" in out  # of few queries, of many, and in portions, too
     assert not [line for line in out.splitlines() if line != line.rstrip() or not line]
     assert "cached" not in out
     assert disk.cache_info().entries == 4
