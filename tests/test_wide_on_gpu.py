@@ -12,7 +12,7 @@ from semantics import check, draw_inputs
 pytestmark = pytest.mark.gpu
 
 BACKENDS = [Backend("sm90", "sm90"), Backend("sm80", "sm80")]
-DIMS = [(257, 257), (320, 320), (448, 448), (512, 512), (576, 512), (64, 512), (512, 64), (500, 333)]
+DIMS = [(257, 257), (320, 320), (448, 448), (512, 512), (576, 512), (64, 512), (160, 512), (512, 64), (500, 333)]
 # Shapes and options, as `draw_inputs` and `check` take them.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({"seq": (700, 900)}, {}),
