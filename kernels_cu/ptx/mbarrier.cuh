@@ -13,6 +13,12 @@ __device__ inline void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// A warp arrives: one of its lanes, when all are there.
+__device__ inline void mbarrier_arrive_warp(unsigned barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
 // Arrive, and announce bytes that copies will bring.
 __device__ inline void mbarrier_arrive_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -272,8 +272,7 @@ struct Consumer {
         wgmma_wait<0>();
         changed(sum);
         if constexpr (OWNS_KEYS) changed(second.x);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(owed_slot);
+        mbarrier_arrive_warp(owed_slot);
         owed = false;
     }
     __device__ void settle() {

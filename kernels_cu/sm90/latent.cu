@@ -98,7 +98,7 @@ struct Consumer : PieceResults {
         : PieceResults{p}, s(s), half(half), warp_row(threadIdx.x / 32 % 4 * 16), softmax(Pairs(p, {}).factor()) {}
 
     __device__ TileRows placement(int key = 0) const { return {head().q, piece.tile.queries.begin, key, warp_row}; }
-    __device__ void done_with(unsigned n) const { arrive_warp(s.empty(first + n, half)); }
+    __device__ void done_with(unsigned n) const { mbarrier_arrive_warp(s.empty(first + n, half)); }
 
     // S = Q K^T of the n-th tile, in the background. It begins with the half of K that comes first.
     __device__ void start_scores(Scores& scores, unsigned n) const {
@@ -308,7 +308,7 @@ struct Consumer : PieceResults {
             else
                 visit_odd(count);
             first += count;
-            arrive_warp(s.q_empty());
+            mbarrier_arrive_warp(s.q_empty());
             close();
             store();
         }

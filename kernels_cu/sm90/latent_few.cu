@@ -216,13 +216,13 @@ struct Consumer : PieceResults {
             start_AtBt<KEYS, ADD>(o[T], v, T % 3, probabilities, 0);
         });
         wgmma_wait<BLOCKS_V - 3>();
-        arrive_warp(s.empty(half, c));
+        mbarrier_arrive_warp(s.empty(half, c));
         wgmma_wait<BLOCKS_V - 6>();
-        arrive_warp(s.empty(half, c + 1));
+        mbarrier_arrive_warp(s.empty(half, c + 1));
         wgmma_wait<0>();
 #pragma unroll
         for (int t = 0; t < BLOCKS_V; t++) changed(o[t]);
-        arrive_warp(s.empty(half, c + 2));
+        mbarrier_arrive_warp(s.empty(half, c + 2));
     }
 
     // The n-th tile of a walk.
@@ -346,7 +346,7 @@ struct Consumer : PieceResults {
             sync_threads<256>(BOTH);
             if (half == 1) add_handed<4>();
             fence_async();
-            arrive_warp(s.q_empty());
+            mbarrier_arrive_warp(s.q_empty());
             if (half == 0)
                 store<0>();
             else

@@ -16,11 +16,6 @@ struct LatentMaps {
     int none;  // there is no map of a result
 };
 
-__device__ inline void arrive_warp(unsigned barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
 // What is told of a piece, at an address of shared memory.
 struct PieceNote {
     static constexpr int BYTES = 32;

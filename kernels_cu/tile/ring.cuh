@@ -31,17 +31,11 @@ struct Ring {
     __device__ void wait_turn() const { mbarrier_wait(empty(), parity); }
 
     // A filling warp, where warps fill by themselves: say that it is done.
-    __device__ void filled() const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(full());
-    }
+    __device__ void filled() const { mbarrier_arrive_warp(full()); }
 
     // A reading warp: wait until the stage is full; and say that the warp is done with it.
     __device__ void wait_full() const { mbarrier_wait(full(), parity); }
-    __device__ void release() const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
-    }
+    __device__ void release() const { mbarrier_arrive_warp(empty()); }
 
     // To the place that n advances from the start lead to.
     __device__ void go_to(unsigned n) { stage = n % STAGES, parity = n / STAGES % 2; }

@@ -37,6 +37,10 @@ inline void mbarrier_arrive(unsigned barrier) {
     on_cpu::mbarrier(barrier).arrive();
     on_cpu::release("mbarrier_arrive");
 }
+inline void mbarrier_arrive_warp(unsigned barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
 inline void mbarrier_arrive_expect(unsigned barrier, int bytes) {
     on_cpu::mbarrier(barrier).bytes += bytes;
     on_cpu::mbarrier(barrier).arrive();
