@@ -179,8 +179,7 @@ def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
     if "q" in arrays:
         call = _call(lib, arrays, asked)
         of_torch.check(call)
-        if call.family is not None and not of_torch.on_gpu(arrays["q"]):
-            dispatch.refuse_family(call.family, lib.kind)
+        dispatch.check_family(call, None)
     totals, turned = of_torch.append(arrays, asked.layout, asked.interleaved, check, asked.numbers)
     if "q" not in arrays:
         return None

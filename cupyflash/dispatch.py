@@ -54,13 +54,15 @@ def refuse_family(family: str, kind: str) -> NoReturn:
     raise ValueError(f"family is {family!r}, a family of GPU kernels, but q is a {kind} array on the CPU")
 
 
-def check_family(call: Call, problem: AttentionProblem) -> None:
-    """ValueError where the family that is named does not take the call."""
+def check_family(call: Call, problem: AttentionProblem | None) -> None:
+    """ValueError where the family that is named does not take the call; without a problem, as a compiler has none yet,
+    where it is on the CPU."""
     if call.family is not None:
         q = call.arrays["q"]
         if not call.lib.on_gpu(q):
             refuse_family(call.family, call.lib.kind)
-        _gpu().check_family(call, problem, call.lib.device(q))
+        if problem is not None:
+            _gpu().check_family(call, problem, call.lib.device(q))
 
 
 def check(call: Call) -> None:
