@@ -3,6 +3,7 @@ at data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,29 +24,38 @@ def check_targets(targets: dict[str, View], inputs: dict[str, View]) -> None:
 def check_apart(written: dict[str, View], read: dict[str, View], moved: Pairs = ()) -> None:
     """ValueError, naming the argument, where an element of what is written has the address of another's or of what is
     read. `moved`: what may be written over what, by names, since that is read whole before."""
-    others = [(name, x, *extent(x)) for name, x in read.items() if 0 not in x.shape]  # once: each is one of many pairs
     for name, view in written.items():
         if overlaps_itself(view):
             raise ValueError(
                 f"{name} has shape {view.shape} and strides {view.strides}: elements share memory; it must be an array "
                 "of which each element has its own"
             )
-        if 0 in view.shape:
-            continue
-        first, end = extent(view)
-        for other, x, other_first, other_end in others:
-            near = first < other_end and other_first < end
-            if near and (name, other) not in moved and _share(_array(view), _array(x)):
-                raise ValueError(f"{name} shares memory with {other}; it must have memory of its own")
-        others.append((name, view, first, end))
+    there = [[(name, x) for name, x in of.items() if 0 not in x.shape] for of in (read, written)]
+    names, views = zip(*there[0], *there[1]) if any(there) else ((), ())
+    numbers = ((n, m) for n in range(len(there[0]), len(names)) for m in range(n))
+    pairs = (pair for pair in numbers if (names[pair[0]], names[pair[1]]) not in moved)
+    if found := sharing(pairs, [*map(extent, views)], views.__getitem__):
+        name, other = (names[n] for n in found)
+        raise ValueError(f"{name} shares memory with {other}; it must have memory of its own")
 
 
 def overlap(x: View, y: View) -> bool:
     """Whether some element of x lies where one of y does."""
     if 0 in x.shape or 0 in y.shape:
         return False
-    (x_first, x_end), (y_first, y_end) = extent(x), extent(y)
-    return x_first < y_end and y_first < x_end and _share(_array(x), _array(y))
+    return sharing([(0, 1)], [extent(x), extent(y)], (x, y).__getitem__) is not None
+
+
+def sharing(
+    pairs: Iterable[tuple[int, int]], extents: Sequence[tuple[int, int]], view: Callable[[int], View]
+) -> tuple[int, int] | None:
+    """The first of these pairs of arrays, by number, of which some element of one lies where one of the other does.
+    No array is empty; `extents` are reckoned before, since an array is in many pairs, and `view` is asked for few."""
+    for x, y in pairs:
+        (x_first, x_end), (y_first, y_end) = extents[x], extents[y]
+        if x_first < y_end and y_first < x_end and _share(_array(view(x)), _array(view(y))):
+            return x, y
+    return None
 
 
 def overlaps_itself(x: View) -> bool:

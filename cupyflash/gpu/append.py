@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from operator import add, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .. import cached
-from ..overlap import extent, overlap
+from ..overlap import extent, sharing
 from ..problem import ITEMSIZE, AttentionProblem, View, contiguous, to_bshd
 from . import alone
 from .params import EIGHT, TYPES
@@ -191,7 +191,7 @@ class Prepared:
         told = [n for n, name in enumerate(views) if name in self._written and n in there]
         read = [n for n in there if n not in told]
         self._pairs = [*itertools.combinations(told, 2), *itertools.product(read, told)]
-        self._reach = [*zip(*(extent(x._replace(ptr=0)) for x in views.values()))]
+        self._extents = [extent(x._replace(ptr=0)) for x in views.values()]
         self._apart: set[tuple[int, ...]] = set()  # addresses at which they were seen to share nothing
         like = [views.get(name) for name in ("seqlens_k", "q")]
         self._makes = [x and (x.shape, x.dtype) for x in like]
@@ -207,10 +207,10 @@ class Prepared:
         pointer = lib.pointer
         addresses = tuple([pointer(arrays[name]) for name in self._views])
         if addresses not in self._apart:
-            first, end = ([*map(add, addresses, reach)] for reach in self._reach)
-            for x, y in self._pairs:
-                if first[x] < end[y] and first[y] < end[x] and self._share(x, y, addresses):
-                    return None  # one thread waits for no other
+            extents = [(at + first, at + end) for at, (first, end) in zip(addresses, self._extents)]
+            views = [*self._views.values()]
+            if sharing(self._pairs, extents, lambda n: views[n]._replace(ptr=addresses[n])):
+                return None  # one thread waits for no other
             if len(self._apart) >= _MOST_KEPT:
                 self._apart.clear()
             self._apart.add(addresses)
@@ -220,11 +220,6 @@ class Prepared:
         for name in self._written:
             lib.written(arrays[name])
         return totals, q
-
-    def _share(self, x: int, y: int, addresses: Sequence[int]) -> bool:
-        """Whether an element of one lies where one of the other does."""
-        views = [*self._views.values()]
-        return overlap(*(views[n]._replace(ptr=addresses[n]) for n in (x, y)))
 
 
 def prepare(
