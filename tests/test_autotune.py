@@ -17,6 +17,7 @@ from kernel_cover import GIVEN, in_8_bits, problem
 import cupyflash
 from cupyflash.gpu import device, source, tuned
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90_forward_tiles as forward
 from cupyflash.gpu.families.sm90_backward_jvp import TILES as TILES_OF_H
 from cupyflash.gpu.plan import FAMILIES, plan
 from cupyflash.passes import BACKWARD, FORWARD, JVP, Pass
@@ -113,6 +114,42 @@ def test_tiles_that_would_not_compile_are_not_tried(dim: int) -> None:
         assert (plan(asked, H200, family=family, tiles={family: tile}) != own) == fits  # one that is stored, too
         tried = [trial.tile for trial in candidates(asked, H200, FORWARD, family)]
         assert (tile in tried) == fits
+
+
+@pytest.mark.parametrize(
+    ("tile", "dims", "eight", "possible"),
+    [
+        ((1, 64, 1, 2, 0), (64, 224), True, False),  # 128 sums of 128 registers
+        ((1, 64, 1, 2, 0), (64, 192), True, True),
+        ((1, 64, 1, 2, 0), (64, 256), False, False),
+        ((1, 128, 2, 3, 0), (64, 64), True, False),  # scores alone
+        ((1, 96, 2, 3, 0), (64, 64), True, True),
+        ((2, 192, 2, 1, 0), (128, 128), True, True),  # what the table has: their copy is half as large
+        ((2, 192, 2, 1, 0), (128, 128), False, False),
+        ((3, 96, 2, 1, 0), (128, 128), True, True),
+        ((3, 64, 3, 1, 0), (64, 160), False, False),  # 192 columns
+    ],
+)
+def test_hopper_forward_has_registers(
+    tile: tuple[int, ...], dims: tuple[int, int], eight: bool, possible: bool
+) -> None:
+    """Those of the sums of one product, too, which ptxas counts before threads share out what they have."""
+    asked = (
+        dataclasses.replace(in_8_bits(dims[0], "nothing", False), dim_v=dims[1]) if eight else problem("float16", *dims)
+    )
+    assert forward.TILES.possible(forward.TILES.tile(tile), asked) == possible
+    chosen = plan(asked, H200, family="sm90", tiles={"sm90": tile})
+    names = [name.upper() for name in list(forward.TILES.tried)[:4]]
+    assert (tuple(dict(chosen.constants)[name] for name in names) == tile[:4]) == possible
+
+
+def test_hopper_forwards_own_tiles_are_possible() -> None:
+    """At the most columns that a row is for."""
+    own = forward.FORWARD_TILES, forward.NARROW, forward.MIDDLE, forward.WIDER, forward.FEW_KEYS, forward.PACKED
+    for row in itertools.chain(*own, forward.LISTED, forward.SHORT):
+        assert forward.TILES.possible(row, problem("float16", min(row.dim, 256))), row
+    for row in forward.EIGHT:
+        assert forward.TILES.possible(row, in_8_bits(min(row.dim, 256), "nothing", False)), row
 
 
 def test_tiles_of_hopper_tangents_come_out_even() -> None:

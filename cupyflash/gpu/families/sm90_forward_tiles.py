@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...problem import FLOAT8, AttentionProblem
-from ..kernel_plan import Tiles, ceil, pad, query_tiles, scored
+from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
+from ..kernel_plan import Tiles, ceil, query_tiles, scored
 from ..measured import number
 from ..score import light
 from .sm90_memory import PART, WIDEST, padded, paired, value_parts
@@ -33,11 +33,15 @@ class ForwardTile:
         return 64 * self.warpgroups
 
     @property
+    def start_registers(self) -> int:
+        """Of every thread, when a block starts."""
+        return 65536 // (128 * (self.warpgroups + 1) * self.blocks) // 8 * 8
+
+    @property
     def registers(self) -> int:
         """Of a thread that computes, as kernels_cu/sm90/forward.cu shares them out."""
-        at_start = 65536 // (128 * (self.warpgroups + 1) * self.blocks) // 8 * 8
         producer = 40 if self.warpgroups * self.blocks < 3 else 32
-        return ((self.warpgroups + 1) * at_start - producer) // self.warpgroups // 8 * 8
+        return ((self.warpgroups + 1) * self.start_registers - producer) // self.warpgroups // 8 * 8
 
 
 FORWARD_TILES = (
@@ -167,12 +171,18 @@ def busy(problem: AttentionProblem) -> bool:
 
 
 def _possible(t: ForwardTile, problem: AttentionProblem) -> bool:
-    """Have scores, their 16-bit copy and the output room in what the kernel gives a thread that computes? And of 8 bits
-    a product takes 32 keys at once, and makes scores of 64 or more."""
-    columns = ceil(problem.dim_v, value_parts(problem))
+    """Have scores, their copy in the inputs' bits and the output room in what the kernel gives a thread that computes,
+    and the sums of one product in what it starts with, which is what ptxas asks of an instruction? And of 8 bits a
+    product takes 32 keys at once, and makes scores of 64 or more."""
     if problem.dtype == FLOAT8 and (t.keys % 32 or t.keys < 64):
         return False
-    return t.registers <= 256 and t.keys * 3 // 4 + pad(columns, 16) // 2 <= t.registers - 32
+    scores, output = t.keys // 2, padded(problem)[1] // 2
+    copy = t.keys * ITEMSIZE[problem.dtype] // 8
+    return (
+        t.registers <= 256
+        and scores + copy + output <= t.registers - 32
+        and max(scores, output) + 30 <= t.start_registers
+    )
 
 
 TILES = Tiles(FORWARD_TILES, {
