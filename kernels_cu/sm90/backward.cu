@@ -39,10 +39,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (PAIR_ARRAYS) s.pairs.init();
         for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) s.dq(warpgroup).init();
         for (int i = 0; i < FINISHERS; i++) s.finish_ring(i).init();
-        if (CLUSTERED) {
-            s.far_ds.init();
-            s.ticket.init();
-        }
+        if (CLUSTERED) s.ticket.init();
+        if (SPLIT_KEYS) s.far_ds.init();
         if (SPLIT_COLUMNS)
             for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) s.far_sums(warpgroup).init();
         mbarrier_init_fence();

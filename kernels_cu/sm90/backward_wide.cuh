@@ -17,9 +17,9 @@ struct WideConsumer {
     // Of these a consumer's.
     static constexpr int PARTS = (BLOCKS + WARPGROUPS - 1) / WARPGROUPS,
                          PARTS_V = (BLOCKS_V + WARPGROUPS - 1) / WARPGROUPS;
-    static constexpr int DQ_PARTS = SPLIT_COLUMNS ? PARTS : 1;
+    static constexpr int DQ_PARTS = SPLIT_COLUMNS ? PARTS : 1, DQ_BLOCKS = WARPGROUPS * DQ_PARTS * (SPLIT_KEYS ? 2 : 1);
     static_assert(!WIDE || ROWS == 64 && STAGES == 2 && PARTS <= 2 && PARTS_V <= 2);
-    static_assert(!WIDE || BLOCKS <= WARPGROUPS * DQ_PARTS * (SPLIT_KEYS ? 2 : 1));
+    static_assert(!WIDE || BLOCKS <= DQ_BLOCKS);
 
     using Scores = Accumulator<1, PART_KEYS / 8>;
     using DQPart = Accumulator<1, PART_ROWS / 8>;
@@ -35,7 +35,6 @@ struct WideConsumer {
     KTile my_keys;
     // Which columns of dQ are the consumer's, and where a thread's numbers lie in a tile of sums.
     int dq_block, dq_place;
-    bool has_dq;
     // Two numbers tell the place in every ring: registers are scarce here.
     unsigned tiles = 0, steps = 0;
 
@@ -62,8 +61,7 @@ struct WideConsumer {
           dq_ring(s.dq(warpgroup)),
           my_keys{s.k_tile().base + 128 * first_key},
           dq_block(SPLIT_COLUMNS ? warpgroup * PARTS : s.dq_block(warpgroup)),
-          dq_place(place_in_sums(dq_block + s.column() / 64)),
-          has_dq(BLOCK_DIM % (64 * WARPGROUPS * CLUSTER) == 0 || 4 * dq_block + warp() < BLOCK_DIM / 16) {}
+          dq_place(place_in_sums(dq_block + s.column() / 64)) {}
 
     __device__ static int warp() { return threadIdx.x / 32 % 4; }
     __device__ static int first_row() { return 16 * warp(); }
@@ -101,14 +99,17 @@ struct WideConsumer {
         __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive_far(s.far(s.far_ds.empty()));
     }
+    // Whether there are columns for the warp in a part of dQ.
+    __device__ bool has_dq(int part) const {
+        return BLOCK_DIM == 64 * DQ_BLOCKS || 64 * (dq_block + part) + first_row() < BLOCK_DIM;
+    }
     // Half of a part of dQ to memory: all of it at once would hold up the loads.
     template <int HALF, int PART = 0>
     __device__ void leave_half(const DQPart& dq, int tile, unsigned step) {
         if (IN_TURN) dq_ring.go_to(step);
         if (IN_TURN && HALF == 0 && PART == 0) dq_ring.wait_turn();
         float* sums = p.dq_sum + (long long)(tile + shift) * DQ_TILE + dq_place + PART * 64 * PART_ROWS;
-        bool has = SPLIT_COLUMNS ? dq_block + PART < BLOCKS : has_dq;
-        if (has) add_part<HALF * ROW8S / 2, ROW8S / 2>(dq, sums);
+        if (has_dq(PART)) add_part<HALF * ROW8S / 2, ROW8S / 2>(dq, sums);
         if (IN_TURN && HALF == 1 && PART == DQ_PARTS - 1) dq_ring.filled();
     }
 
