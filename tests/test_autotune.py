@@ -81,6 +81,15 @@ def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
     assert narrow or dim_v > 128
 
 
+@pytest.mark.parametrize("dim", [144, 256])
+def test_hopper_backward_has_who_takes_the_columns_of_dq(dim: int) -> None:
+    """Each warpgroup of a cluster 64 of them, also where few columns of V leave room for more keys."""
+    trials = list(candidates(problem("float16", dim, dim_v=64), H200, BACKWARD, "sm90"))
+    assert len(trials) > 1
+    for c in (dict(trial.plan.constants) for trial in trials):
+        assert c["DIM"] <= 64 * c["WARPGROUPS"] * c["CLUSTER"]
+
+
 @pytest.mark.parametrize(("family", "of"), TUNED)
 def test_candidates_fit_and_differ(family: str, of: Pass) -> None:
     for dim in (64, 128):

@@ -62,12 +62,10 @@ def backward_memory(
     t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles, parts_of_columns: int = 1
 ) -> int | None:
     """Bytes of shared memory that a thread block with so many columns lays out; None for a tile that it cannot take."""
-    if parts_of_columns > t.cluster:
+    if parts_of_columns > t.cluster or dim > 64 * t.warpgroups * t.cluster:  # 64 columns of dQ for each
         return None
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
-    if t.wide and (
-        t.rows != 64 or t.stages != 2 or dim > 64 * t.warpgroups * (1 + t.clustered) or (t.clustered and t.keys % 32)
-    ):
+    if t.wide and (t.rows != 64 or t.stages != 2 or (t.clustered and t.keys % 32)):
         return None
     if t.shares_rows(dim) and t.rows % (16 * t.warpgroups):
         return None
