@@ -84,6 +84,39 @@ def test_pages(family: str, form_q: str, page: int, rng: np.random.Generator) ->
     check_case(case, on=FAMILIES[family])
 
 
+@pytest.mark.parametrize("form_k", ["packed", "filled", "paged"])
+@pytest.mark.parametrize(("dims", "heads"), [((64, 64), (16, 2)), ((128, 128), (16, 4)), ((192, 128), (16, 8))])
+@pytest.mark.parametrize("kind", ["causal", "a window, sinks"])
+def test_prompts_beside_tokens(
+    kind: str, dims: tuple[int, int], heads: tuple[int, int], form_k: str, rng: np.random.Generator
+) -> None:
+    """Heads that share K and V share tiles, of which prompts have several."""
+    lens_q = [300, *(1,) * 19, 130, *(1,) * 20, 70, 0, 1]
+    lens_k = [n + int(rng.integers(0, 400)) for n in lens_q]
+    how: dict[str, Any] = {"options": {"causal": True}, "form_k": form_k}
+    if kind != "causal":
+        how |= {"options": {"causal": True, "window": (90, None)}, "given": ("sinks",)}
+    case = draw_case(rng, lens_q, lens_k, dtype="bfloat16", dims=dims, heads=heads, rest=3, **how)
+    check_case(case, on=FAMILIES["sm90"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "lens_k"),
+    [((32, 1), (128, 128), [16384]), ((16, 1), (64, 64), [9000]), ((8, 1), (128, 72), [20000, 5, 300, 0, 7000]),
+     ((12, 2), (256, 256), [8192]), ((32, 8), (128, 128), [4096])],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+def test_a_token_on_many_keys(
+    family: str, heads: tuple[int, int], dims: tuple[int, int], lens_k: list[int], rng: np.random.Generator
+) -> None:
+    """Keys are dealt out in shares, of which several warps make a row."""
+    case = draw_case(
+        rng, [1] * len(lens_k), lens_k, form_q="dense", form_k="filled", dtype="bfloat16", dims=dims, heads=heads,
+        given=("sinks",),
+    )  # fmt: skip
+    check_case(case, on=FAMILIES[family])
+
+
 def bits(on: Backend, *arrays: Any) -> list[bytes]:
     return [on.get(x).tobytes() for x in arrays]
 

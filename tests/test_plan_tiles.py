@@ -66,8 +66,69 @@ def test_thread_blocks_share_keys_where_queries_are_few() -> None:
     # One query of each of 32 heads, which share 8 heads of keys.
     token = replace(few, seq_q=1, seq_k=8192, heads_q=32)
     told = plan(token, H200)
-    assert (constants(told)["PACK"], told.launches[0].grid, dict(told.scalars)["shares"]) == (64, 128, 16)
+    assert (constants(told)["PACK"], told.launches[0].grid, dict(told.scalars)["shares"]) == (64, 256, 32)
     assert not constants(plan(replace(token, batch=32), H200))["SHARES"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "lanes", "blocks", "spread"),
+    [
+        ({"heads_k": 1, "heads_q": 32, "seq_q": 1}, 4, 64, True),  # 8 warps for each row
+        ({"heads_k": 8, "heads_q": 8, "seq_q": 256}, 32, 512, False),  # one
+        ({"heads_k": 1, "heads_q": 16, "seq_q": 1, "dim": 64, "dim_v": 64}, 4, 16, True),
+    ],
+)
+def test_who_combines_shares(fields: dict[str, Any], lanes: int, blocks: int, spread: bool) -> None:
+    """The fewer rows and the more shares, the more warps for each; where blocks are few they do not go to the few
+    multiprocessors that are free already."""
+    made = plan(problem("bfloat16", **{"dim": 128, "batch": 1, "seq_k": 65536} | fields), H200)
+    combine = made.launches[-1]
+    assert (dict(made.scalars)["combine_lanes"], combine.grid, combine.threads) == (lanes, blocks, 128)
+    assert (3 * combine.shared_memory > H200.shared_memory - 4096) == spread
+    older = plan(problem("bfloat16", **{"dim": 128, "batch": 1, "seq_k": 65536} | fields), A100)
+    assert older.launches[-1].name == "attention_combine" and not older.launches[-1].shared_memory
+
+
+def test_tiles_of_which_a_multiprocessor_has_two_where_few_rows_wait_for_keys() -> None:
+    token = problem("bfloat16", 128, batch=16, seq_q=1, seq_k=4096, heads_q=32, heads_k=8)
+
+    def tile(asked: Any) -> tuple[int, ...]:
+        return tuple(constants(plan(asked, H200))[name] for name in ("WARPGROUPS", "KEYS", "BLOCKS"))
+
+    assert tile(token) == (2, 128, 1)  # 128 tiles, each as long as the others
+    assert tile(replace(token, batch=64)) == (2, 128, 1)
+    assert tile(replace(token, batch=2)) == tile(replace(token, heads_k=1)) == (1, 64, 2)  # keys are dealt out
+    lengths = (Given("seqlens_k", "int32", ("sequence",)),)
+    assert tile(replace(token, batch=128, given=lengths)) == (1, 64, 2)  # lengths differ
+    assert tile(replace(token, given=lengths)) == (2, 128, 1)
+    assert tile(replace(token, batch=2, seq_q=17)) == (2, 128, 1)  # no room for all rows
+    assert tile(replace(token, batch=2, dim=256, dim_v=256)) == (2, 80, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pack"),
+    [
+        ({}, 4),  # a prompt beside 31 tokens
+        ({"max_seqlen_q": 2048}, 4),
+        ({"max_seqlen_q": 5}, 8),  # all have few
+        ({"heads_k": 2}, 16),
+        ({"heads_q": 48}, 2),  # that six are made of
+        ({"heads_k": 32}, 1),
+        ({"batch": 33}, 2),  # 63 each, most likely
+        ({"batch": 2, "heads_q": 8, "heads_k": 2}, 1),  # multiprocessors would be idle
+        ({"batch": 3}, 1),  # ends of tiles are few
+        ({"dropout": 0.1}, 1),
+        ({"dim": 64, "dim_v": 64}, 4),
+        ({"dim": 256, "dim_v": 256}, 4),
+    ],
+)
+def test_heads_share_tiles_where_sequences_differ(fields: dict[str, Any], pack: int) -> None:
+    """Ends of sequences leave tiles empty in part."""
+    packed = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    asked = problem("bfloat16", **{"dim": 128, "batch": 32, "seq_q": 2079, "seq_k": 143360, "heads_q": 32,
+        "heads_k": 8, "rows_q": 2079, "rows_k": 143360, "causal": "bottom_right", "right": 0, "given": packed}
+        | fields)  # fmt: skip
+    assert constants(plan(asked, H200))["PACK"] == pack
 
 
 @pytest.mark.parametrize("of", [FORWARD, BACKWARD], ids=str)
@@ -132,11 +193,11 @@ def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", of="backward").notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
-    assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
+    assert note == "the keys of a query tile are dealt out in 32 shares: query tiles are few"
     one, cache = (np.empty(x, "f2") for x in ((2, 1, 32, 128), (2, 8192, 8, 128)))
     told = explanation.explain(one, cache, cache, arch="sm_90a", seqlens_k=np.array([8192, 5]))
     (note,) = told.notes
-    assert note == "the keys of each sequence are dealt out by its own length, in shares of 1024 keys at most"
+    assert note == "the keys of each sequence are dealt out by its own length, in shares of 512 keys at most"
     one, cache = (np.empty(x, "f2") for x in ((2, 1, 32, 576), (2, 8192, 1, 576)))
     told = explanation.explain(one, cache, latent=512, arch="sm_90a", seqlens_k=np.array([8192, 5]))
     assert told.notes == ("the keys of all sequences are dealt out in equal parts, whatever their lengths",)

@@ -100,6 +100,37 @@ def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile} if tile else {}, seed=seed)
 
 
+MIXED: dict[str, Case] = {
+    "a prompt beside tokens": lambda r: (
+        packed(r, [150, 1, 1, 0, 1, 70], [300, 80, 3, 9, 140, 90], heads=(8, 2), behind=2), {"causal": True}, {},
+        (2, 128, 4, 1),
+    ),
+    "behind them, in pages, sinks": lambda r: (
+        packed(r, [1, 1, 0, 3, 100], [80, 3, 9, 140, 300], heads=(4, 2), k="paged", page=32, dims=(128, 100), behind=1),
+        {"causal": True, "window": (70, None)}, {"sinks": normal(r, 4)}, (2, 128, 2, 1),
+    ),
+    "one warpgroup, slopes, key mask": lambda r: (
+        packed(r, [1, 90, 1, 2, 33], [80, 97, 9, 140, 90], heads=(8, 1), k="cache", behind=1), {"causal": True},
+        {"alibi_slopes": abs(normal(r, 5, 8)), "key_mask": drawn(r, 5, 160)}, (1, 64, 3, 3),
+    ),
+    "192, soft cap": lambda r: (
+        packed(r, [1, 70, 1], [80, 70, 9], heads=(4, 1), dims=(192, 128), behind=1), {"softcap": 5.0}, {},
+        (2, 80, 2, 1),
+    ),
+}  # fmt: skip
+
+
+@cases(MIXED, "a prompt beside tokens")
+def test_heads_share_tiles_of_many(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where some sequences have several tiles of all heads that share K and V, others a row of one."""
+    seen: list[KernelPlan] = []
+    make = sm90_forward.plan
+    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    of, options, others, tile = MIXED[case](rng)
+    check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
+    assert dict(seen[0].constants)["PACK"] == of.heads[0] // of.heads[1]
+
+
 # Queries and keys of which positions leave some keys unseen: before a window of the first query, behind the last one's.
 UNSEEN: dict[str, Case] = {
     "before a window": lambda r: (

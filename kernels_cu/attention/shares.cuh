@@ -43,64 +43,57 @@ struct PartWeights {
     __device__ Accum relative(Accum lse) const { return exp2_approx((lse - top) * LOG2_E); }
 };
 
-// One row of COLUMNS, by a warp; of(head): how many shares there are of its keys.
+// Part `part` of a row of COLUMNS, by a warp: `lanes` of it have 4 columns each, of one share, the next ones of the
+// next share, and so on. of(head): how many there are of its keys.
 template <int COLUMNS, class F>
-__device__ inline void combine_shares(const Params& p, long long row, F of) {
+__device__ inline void combine_shares(const Params& p, long long row, int part, int lanes, F of) {
     static_assert(COLUMNS % 4 == 0);
-    int lane = threadIdx.x % 32;
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
-    auto shares = [&] { return of(head); };
+    int shares = of(head), lane = threadIdx.x % 32, col = 4 * (part * lanes + lane % lanes);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
-    PartWeights weight(p, head, shares, lse);
-    if (p.lse != nullptr && lane == 0) p.lse[row] = weight.lse();
+    PartWeights weight(p, head, [&] { return shares; }, lse);
+    if (p.lse != nullptr && part == 0 && lane == 0) p.lse[row] = weight.lse();
 
-    constexpr int PASSES = (COLUMNS + 127) / 128;  // of 4 columns for each lane
     struct alignas(16) Four {
         Accum x[4];
     };
-    Four result[PASSES] = {};
-    for (int first = 0; first < shares(); first += 32) {
-        int count = min(32, shares() - first);
-        Accum own = lane < count ? weight(lse(first + lane)) : 0;
-        const Accum* from = p.share_out + share_row(p, first, row) * COLUMNS + 4 * lane;
-        long long next = share_row(p, 1, 0) * COLUMNS;
+    Four result = {};
+    if (col < COLUMNS) {
 #pragma unroll 8
-        for (int n = 0; n < count; n++, from += next) {
-            Accum w = __shfl_sync(~0u, own, n);
+        for (int n = lane / lanes; n < shares; n += 32 / lanes) {
+            Accum w = weight(lse(n));
+            Four more = *(const Four*)(p.share_out + share_row(p, n, row) * COLUMNS + col);
 #pragma unroll
-            for (int i = 0; i < PASSES; i++) {
-                if (128 * i + 4 * lane >= COLUMNS) continue;
-                Four more = *(const Four*)(from + 128 * i);
-#pragma unroll
-                for (int c = 0; c < 4; c++) result[i].x[c] = fma(w, more.x[c], result[i].x[c]);
-            }
+            for (int c = 0; c < 4; c++) result.x[c] = fma(w, more.x[c], result.x[c]);
         }
     }
+    for (int step = lanes; step < 32; step *= 2)
+#pragma unroll
+        for (int c = 0; c < 4; c++) result.x[c] += __shfl_xor_sync(~0u, result.x[c], step);
+    if (lane >= lanes) return;
 
-    Out* out = head.query_row(p.out, p.out_strides, at.query);
+    Out* out = head.query_row(p.out, p.out_strides, at.query) + col;
     bool vectors = sizeof(Out) == 2 && (unsigned long long)out % 8 == 0 && p.dim_v % 4 == 0;
+    const Accum(&x)[4] = result.x;
+    if (vectors && col < p.dim_v) {
+        if constexpr (sizeof(Out) == 2) *(uint2*)out = {pack2<Out>(x[0], x[1]), pack2<Out>(x[2], x[3])};
+    } else {
 #pragma unroll
-    for (int i = 0; i < PASSES; i++) {
-        int col = 128 * i + 4 * lane;
-        const Accum(&x)[4] = result[i].x;
-        if (vectors && col < p.dim_v) {
-            if constexpr (sizeof(Out) == 2) *(uint2*)(out + col) = {pack2<Out>(x[0], x[1]), pack2<Out>(x[2], x[3])};
-        } else {
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                if (col + c < p.dim_v) out[col + c] = from_float<Out>(x[c]);
-        }
+        for (int c = 0; c < 4; c++)
+            if (col + c < p.dim_v) out[c] = from_float<Out>(x[c]);
     }
 }
 
-// What is launched where keys are dealt out: a warp for each row.
+// What is launched where keys are dealt out: so many warps as it takes for each row, four of a block.
 template <int COLUMNS>
-__device__ inline void combine_all_shares(const Params& p) {
+__device__ inline void combine_all_shares(const Params& p, int lanes) {
     if constexpr (SHARES) {
         wait_for_kernel_before();
-        long long row = blockIdx.x * 4ll + threadIdx.x / 32;
+        int parts = tiles_in(COLUMNS, 4 * lanes);
+        long long warp = blockIdx.x * 4ll + threadIdx.x / 32;
         auto of = [&](const Head& head) { return shares_of(p, head); };
-        if (row < Sequence::all_query_numbers(p)) combine_shares<COLUMNS>(p, row, of);
+        if (warp / parts < Sequence::all_query_numbers(p))
+            combine_shares<COLUMNS>(p, warp / parts, int(warp % parts), lanes, of);
     }
 }

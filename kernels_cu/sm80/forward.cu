@@ -329,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) attention_split(cons
 
 // Launched where keys are dealt out in shares.
 extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
-    combine_all_shares<DIM_V>(p);
+    combine_all_shares<DIM_V>(p, p.combine_lanes);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Params p) {

@@ -464,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_co
 
 // Launched where keys are dealt out in shares.
 extern "C" __global__ void __launch_bounds__(128) attention_combine(const __grid_constant__ Params p) {
-    combine_all_shares<V_PARTS * DIM_V>(p);
+    combine_all_shares<V_PARTS * DIM_V>(p, p.combine_lanes);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

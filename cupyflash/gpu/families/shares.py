@@ -7,8 +7,10 @@ import math
 from typing import NamedTuple
 
 from ...problem import AttentionProblem
+from ..device import Arch
 from ..kernel_plan import Launch, Workspace, ceil, query_numbers
 from ..measured import number
+from .sm90_memory import RESERVED
 
 COMBINE_SECONDS, SHARE_SECONDS = number("shares.combine"), number("shares.share")
 LEFT_RATE, ENDS_SECONDS = number("shares.left"), number("shares.ends")
@@ -16,7 +18,10 @@ LEFT_RATE, ENDS_SECONDS = number("shares.left"), number("shares.ends")
 GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
 LONG_KEYS = 1024  # with fewer they are not
 STRIP, SAMPLES = 64, 64
-ROWS = 4  # of a block that combines
+# Of a row that is combined a warp has 4 columns a lane, of so many lanes and every (32 / lanes)-th share: the fewer
+# lanes, the more warps have a row. But no more than WARPS for each multiprocessor, and LEAST_SHARES for each lane.
+LANES, WARPS, LEAST_SHARES = (4, 8, 16, 32), 16, 4
+SPREAD = 2  # times as many blocks that combine as a multiprocessor would have if all were free
 # Where lengths are data each sequence's are dealt out by its own length: where query tiles leave multiprocessors idle
 # in shares of FEW_TILES key tiles at most; else in shares of LENGTH_TILES, if one may have more than LONG_TILES. In
 # larger ones where they would leave too much in memory.
@@ -71,12 +76,13 @@ def _seconds(problem: AttentionProblem, tiles: Tiles, visits: Visits, sms: int, 
     # The longest come first, and short ones fill up what is left.
     longest = tile(ceil(visits.most, n), min(tiles.blocks, ceil(number, sms)))
     seconds = max(longest, number / slots * tile(visits.mean / n, tiles.blocks), rounds(ceil(visits.least, n)))
-    return seconds + combine_seconds(problem, n)
+    return seconds + combine_seconds(problem, n, sms)
 
 
-def combine_seconds(problem: AttentionProblem, n: int) -> float:
+def combine_seconds(problem: AttentionProblem, n: int, sms: int) -> float:
     """What it takes to make one result of n shares."""
-    return COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0.0
+    each = ceil(n * combined(problem, n, problem.dim_v, sms).lanes, 32)  # of a lane
+    return COMBINE_SECONDS + each * SHARE_SECONDS + n * 2 * _left(problem) / LEFT_RATE if n > 1 else 0.0
 
 
 def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, parts: int) -> tuple[int, int]:
@@ -141,7 +147,27 @@ def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]
     )
 
 
-def combine(problem: AttentionProblem, n: int, waits: bool) -> tuple[Launch, ...]:
-    """The launch that makes one result of n shares."""
+class Combined(NamedTuple):
+    """How one result is made of shares."""
+
+    lanes: int  # of a warp, along columns
+    warps: int  # in all
+
+
+def combined(problem: AttentionProblem, n: int, columns: int, sms: int) -> Combined:
+    """Of n shares, whose rows have so many columns."""
     rows = math.prod(query_numbers(problem))
-    return (Launch("attention_combine", ceil(rows, ROWS), 32 * ROWS, waits=waits),) if n > 1 else ()
+    fit = [x for x in LANES if x == LANES[0] or 2 * x < columns]
+    found = [Combined(lanes, rows * ceil(columns, 4 * lanes)) for lanes in fit]
+    return next((x for x in found if x.warps <= WARPS * sms and n * x.lanes >= 32 * LEAST_SHARES), found[-1])
+
+
+def combine(of: Combined, n: int, arch: Arch, waits: bool) -> tuple[Launch, ...]:
+    """The launch that does it. Where it may start early few multiprocessors may be free, and with so much shared memory
+    for each block they do not get all."""
+    if n <= 1:
+        return ()
+    blocks = ceil(of.warps, 4)
+    spread = waits and blocks <= SPREAD * arch.sms
+    apart = spread * (arch.shared_memory // (SPREAD * ceil(blocks, arch.sms)) - RESERVED)
+    return (Launch("attention_combine", blocks, 128, apart, waits=waits),)

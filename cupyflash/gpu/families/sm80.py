@@ -119,15 +119,15 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
             share_tiles, share = shares.by_length(problem, as_dense(problem), t.keys, share)
         waits = arch.cc >= 90
         launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size, waits=waits)
-        launches = (*split, launch, *shares.combine(problem, share, waits))
+        combined = shares.combined(problem, share, dim_v, arch.sms)
         return KernelPlan(
             **common,
             source="sm80/forward.cu",
             constants=(*constants, ("SHARES", share > 1), ("SHARE_TILES", share_tiles)),
-            launches=launches,
+            launches=(*split, launch, *shares.combine(combined, share, arch, waits)),
             workspace=(*halves, *shares.left(problem, share, dim_v)),
             spills=spills(t, problem, of),
-            scalars=(("shares", share),),
+            scalars=(("shares", share), ("combine_lanes", combined.lanes)),
             lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         )
     launches = (

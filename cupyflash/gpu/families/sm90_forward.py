@@ -19,6 +19,7 @@ from .sm90_forward_tiles import (
     EIGHT,
     LISTED,
     PACKED,
+    PAIR,
     SHORT,
     TILES,
     ForwardTile,
@@ -87,9 +88,12 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         and (2 * heads > arch.sms or cost.shared_when_packed(likely, arch))
     )
     short = few and likely.seq_k <= FEW and heads > arch.sms
+    mixed = cost.mixed(problem, arch)
     asks, too_many = busy(problem), crowded(problem)
     first = (
-        PACKED
+        (SHORT[0], *PACKED)
+        if mixed > 1
+        else (*[PAIR] * cost.paired_blocks(problem, likely, arch), *PACKED)
         if packed
         else SHORT[bool(paired(problem)) :]
         if short
@@ -101,7 +105,8 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     rows: tuple[ForwardTile, ...] = (
         (*([TILES.tile(tile)] if tile else ()), *EIGHT) if eight else TILES.rows(tile, first)
     )
-    tried = [(t, pack_of(likely, t) if packed else 1) for t in rows if not packed or pack_of(likely, t) > 1]
+    packs = [mixed if mixed > 1 else pack_of(likely, t) if packed else 1 for t in rows]
+    tried = [(t, pack) for t, pack in zip(rows, packs) if not packed or pack > 1]
     if not tile and not (short and dim <= SHORT[0].dim):
         tried = [*cost.by_seconds(problem, arch), *tried]
     sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
@@ -150,14 +155,16 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     key_box = t.keys if problem.page is None else math.gcd(problem.page, t.keys)
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("WARPGROUPS", t.warpgroups), ("BLOCKS", t.blocks),
-        ("KEYS", t.keys), ("STAGES", t.stages), ("KEY_BOX", key_box), ("SHARE_TILES", share_tiles),
-        ("Q_STAGES", q_stages), ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
-        ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size),
-        *pairs.constants(), *features(problem), ("SUM_TILES", sum_keys // t.keys),
+        ("KEYS", t.keys), ("STAGES", t.stages), ("KEY_BOX", key_box), ("Q_STAGES", q_stages),
+        ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
+        ("PACK", pack), ("SHARES", parts > 1), ("SHARE_TILES", share_tiles),
+        ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
+        *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
     launches = [Launch("attention_forward", grid, 128 * (t.warpgroups + 1), size, waits=True)]
     spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, v_parts * dim_v)]
-    launches += shares.combine(problem, parts, True)
+    combined = shares.combined(problem, parts, v_parts * dim_v, arch.sms)
+    launches += shares.combine(combined, parts, arch, True)
     values = Box("v", key_box)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
@@ -172,7 +179,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         workspace=tuple(spaces),
         spills=t.spills + (parts > 1 and busy(problem)) * SHARE_SPILLS + problem.shifts * LENGTHS_SPILLS,
         maps=(*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", key_box), values, Box("out", 64)),
-        scalars=(("shares", parts),),
+        scalars=(("shares", parts), ("combine_lanes", combined.lanes)),
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,
     )

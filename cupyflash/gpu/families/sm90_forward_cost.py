@@ -7,8 +7,8 @@ from ..device import Arch
 from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
-from .sm90_forward_tiles import NARROW, PACKED, ForwardTile, choices, pack_of, tiles_of
-from .sm90_memory import padded, value_parts
+from .sm90_forward_tiles import NARROW, PACKED, PACKS, PAIR, SMALL, ForwardTile, choices, pack_of, tiles_of
+from .sm90_memory import padded, paired, value_parts
 
 RATE, SCORE_SECONDS, LEAST_SECONDS = (
     number("sm90_forward.rate"),
@@ -28,6 +28,7 @@ WAIT_SECONDS, WAIT_KEY, ALONE_SECONDS = (
 )
 PACK_COST = number("sm90_forward.pack")
 LINE = 128  # bytes of memory that come together
+MIXED_GAIN = 1.06  # what tiles of several heads must save in number
 FEW_QUERIES, MOST_QUERIES, MOST_KEYS = 16, 2048, 512  # what `by_seconds` is for
 
 
@@ -45,6 +46,33 @@ def dealt(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) -> s
 def shared_when_packed(problem: AttentionProblem, arch: Arch) -> bool:
     t = next((t for t in PACKED if max(padded(problem)) <= t.dim), PACKED[-1])
     return dealt(problem, t, pack_of(problem, t), arch).number > 1
+
+
+def paired_blocks(problem: AttentionProblem, likely: AttentionProblem, arch: Arch) -> bool:
+    """Whether tiles of which a multiprocessor has two come first, where heads share a tile with all of their queries:
+    if they have room, and keys are dealt out, or lengths differ and tiles are many."""
+    large = next((t for t in PACKED if max(padded(problem)) <= t.dim), PACKED[-1])
+    pack = pack_of(likely, large)
+    even = not problem.ragged or tiles_of(likely, large, pack) <= arch.sms
+    whole = even and dealt(likely, large, pack, arch).number == 1
+    return likely.seq_q * problem.group <= PAIR.rows and not whole
+
+
+def mixed(problem: AttentionProblem, arch: Arch) -> int:
+    """Of how many heads that share K and V a tile has rows, where queries are packed and sequences differ, as a prompt
+    beside tokens: at the end of each half of a tile is empty in the mean, and that the less often the fewer of its rows
+    are of one head. 1: of one, or of as many as `pack_of` says."""
+    rows_q, batch = problem.rows_q, max(1, problem.batch)
+    if rows_q is None or problem.dtype == FLOAT8 or paired(problem) or problem.block_mask is not None:
+        return 1
+    pack = next((n for n in PACKS if problem.group % n == 0), 1)
+    few = min(problem.seq_q, problem.max_seqlen_q or problem.seq_q) * pack <= 64
+    if problem.dropout or few or rows_q % batch == 0:  # (they are as long as each other, most likely)
+        return 1
+    rows = SMALL.rows if max(padded(problem)) <= SMALL.dim else PACKED[0].rows
+    mean, heads = rows_q / batch / rows, batch * problem.heads_q
+    many = heads * (mean + 0.5 / pack) >= arch.sms
+    return pack if many and mean + 0.5 >= MIXED_GAIN * (mean + 0.5 / pack) else 1
 
 
 def by_seconds(problem: AttentionProblem, arch: Arch) -> tuple[tuple[ForwardTile, int], ...]:
@@ -80,7 +108,7 @@ def seconds(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) ->
     time = max(time, tile(most, min(t.blocks, ceil(number, arch.sms))))
     all_rows = problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k
     time += problem.batch * all_rows * 2 * (problem.dim + problem.dim_v) / BYTES
-    return time + alone + shares.combine_seconds(problem, parts)
+    return time + alone + shares.combine_seconds(problem, parts, arch.sms)
 
 
 def _lines(size: int) -> float:
