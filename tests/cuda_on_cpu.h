@@ -202,8 +202,14 @@ inline void arrive(Barrier& barrier, unsigned threads, const char* at) {
     barrier.arrived = 0, barrier.generation++;
 }
 
+// An address of shared memory has the block's rank in its cluster above the offset into that memory, as on a GPU.
+constexpr unsigned OFFSET = (1 << 24) - 1;
+inline unsigned address_in(const Block& block, unsigned offset) { return block.rank << 24 | offset; }
+
 // Where shared memory of a block lies in truth.
 inline char* at(const Block& block, unsigned address, unsigned bytes, unsigned alignment) {
+    if (address >> 24 != block.rank) fail("%#x is no address of shared memory of block %u", address, block.number);
+    address &= OFFSET;
     bool asked = address >= now.shared_start && address + bytes <= now.shared_start + now.shared_bytes;
     bool fixed = address >= FIXED && address + bytes <= MEMORY;
     if (!asked && !fixed)
@@ -216,7 +222,8 @@ inline char* at(const Block& block, unsigned address, unsigned bytes, unsigned a
 // The same for threads that load or store.
 inline char* at(unsigned address, unsigned bytes) {
     auto& landing = me->block->landing;
-    for (unsigned n = address / 4; n < (address + bytes + 3) / 4 && n < landing.size(); n++)
+    unsigned first = (address & OFFSET) / 4;
+    for (unsigned n = first; n < first + (address % 4 + bytes + 3) / 4 && n < landing.size(); n++)
         if (landing[n]) fail("is at %u of shared memory, where a copy may land at any time", 4 * n);
     return at(*me->block, address, bytes, bytes);
 }
@@ -226,6 +233,7 @@ extern unsigned long long stores;  // and fences, counted: a clock
 
 inline void note_store(Block& block, unsigned address, unsigned bytes, unsigned by) {
     if (now.last_first) return;
+    address &= OFFSET;
     if (block.stored.empty()) block.stored.resize(MEMORY / 16);
     for (unsigned n = address / 16; n <= (address + bytes - 1) / 16; n++) {
         block.stored[n] = {++stores, by};
@@ -241,6 +249,7 @@ inline void note_fence() {
 }
 // Of what the hardware reads or, with `writes`, overwrites.
 inline void note_hardware(Block& block, unsigned address, unsigned bytes, bool writes) {
+    address &= OFFSET;
     for (unsigned n = address / 16; n <= (address + bytes - 1) / 16 && n < block.stored.size(); n++) {
         if (writes)
             block.stored[n].when = 0;

@@ -1,4 +1,4 @@
-// Twin of ptx/cluster.cuh. A far address has the rank above the address.
+// Twin of ptx/cluster.cuh. A far address is marked as such.
 #pragma once
 #include "ptx_on_cpu/mbarrier.h"
 
@@ -11,7 +11,7 @@ inline char* at_far(unsigned far, unsigned bytes) {
     if (!(far & FAR) || rank >= now.cluster) fail("%#x is no address in a cluster", far);
     Block& block = me->block->cluster[rank];
     if (block.left == 0) fail("writes to the shared memory of block %u, which has ended", block.number);
-    return at(block, far & 0xffffff, bytes, bytes);
+    return at(block, far & ~FAR, bytes, bytes);
 }
 
 template <class T>
@@ -21,14 +21,16 @@ void store_later(unsigned far, T x, unsigned far_barrier) {
     Block* block = &me->block->cluster[far >> 24 & 127];
     in_background([=] {
         *to = x;
-        note_store(*block, far & 0xffffff, sizeof(T), ANOTHER_BLOCK);
+        note_store(*block, far, sizeof(T), ANOTHER_BLOCK);
         barrier->complete(sizeof(T));
     });
 }
 
 }  // namespace on_cpu
 
-inline unsigned far_address(unsigned address, unsigned rank) { return address | rank << 24 | on_cpu::FAR; }
+inline unsigned far_address(unsigned address, unsigned rank) {
+    return address & on_cpu::OFFSET | rank << 24 | on_cpu::FAR;
+}
 inline void sync_cluster() {
     on_cpu::Block& first = *on_cpu::me->block->cluster;
     on_cpu::meet(first.whole_cluster, on_cpu::now.threads * on_cpu::now.cluster, "sync_cluster");

@@ -10,6 +10,7 @@ void copy_later(unsigned shared, const void* global, bool read) {
     if ((unsigned long long)global % CHUNK) fail("cp.async of %u bytes from %p", CHUNK, global);
     auto& landing = me->block->landing;
     if (landing.empty()) landing.resize(MEMORY / 4);
+    shared &= OFFSET;
     auto mark = [&landing, shared](bool lands) {
         for (unsigned n = 0; n < CHUNK / 4; n++) landing[shared / 4 + n] = lands;
     };

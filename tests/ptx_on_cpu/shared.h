@@ -2,7 +2,7 @@
 #pragma once
 
 inline unsigned shared_address(const void* pointer) {
-    return unsigned((const char*)pointer - on_cpu::me->block->memory);
+    return on_cpu::address_in(*on_cpu::me->block, (const char*)pointer - on_cpu::me->block->memory);
 }
 
 inline void store_shared(unsigned address, unsigned x) {

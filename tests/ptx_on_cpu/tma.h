@@ -92,6 +92,7 @@ inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, in
     int bytes = on_cpu::box_bytes(map, shared, column);
     on_cpu::note_hardware(*on_cpu::me->block, shared, bytes, true);
     on_cpu::Mbarrier* b = &on_cpu::mbarrier(barrier);
+    shared &= on_cpu::OFFSET;
     on_cpu::in_background([=] {
         on_cpu::each_of_box(map, memory, shared, column, row, head, batch, false,
                             [](const char* from, char* to, int size) {
@@ -110,6 +111,7 @@ inline void tma_store(const TensorMap& map, unsigned shared, int column, int row
     char* memory = on_cpu::me->block->memory;
     auto box = std::make_shared<std::vector<char>>(on_cpu::box_bytes(map, shared, column));
     on_cpu::note_hardware(*on_cpu::me->block, shared, box->size(), false);
+    shared &= on_cpu::OFFSET;
     on_cpu::store_later([=] { memcpy(box->data(), memory + shared, box->size()); },
                         [=] {
                             on_cpu::each_of_box(map, box->data() - shared, shared, column, row, head, batch, true,

@@ -42,8 +42,8 @@ struct Descriptor {
     // All of it must lie in what the launch asked for.
     void check(int count) const {
         int rows = along_k ? count : 16, columns = along_k ? 16 : count;
-        at(*of, start & ~1023u, 1, 1);
-        at(*of, (start + (rows - 1) / 8 * eight + (columns - 1) / 64 * block) & ~1023u, 1024, 1);
+        at(*of, address_in(*of, start & ~1023u), 1, 1);
+        at(*of, address_in(*of, (start + (rows - 1) / 8 * eight + (columns - 1) / 64 * block) & ~1023u), 1024, 1);
     }
 };
 
