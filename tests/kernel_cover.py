@@ -168,6 +168,14 @@ def wide() -> Iterator[AttentionProblem]:
     ends = tuple(Given(f"cu_seqlens_{x}", "int32", ("offset",)) for x in "qk")
     yield problem("float16", 384, rows_q=2000, rows_k=2000, right=0, given=(*ends, *MASK))
     yield problem("bfloat16", 512, **FEATURES["score"])
+    sinks = (Given("sinks", "float32", ("head",)),)
+    for n, name in enumerate(("causal", "window", "capped", "slopes", "dropped")):  # of a cluster, in the forward
+        dims = ((512, 512), (384, 384), (448, 512))[n % 3]
+        for given in ((), (*KEY_MASK, *sinks)):
+            options = FEATURES[name]
+            yield problem(
+                ("bfloat16", "float16")[n % 2], *dims, **options | {"given": (*options.get("given", ()), *given)}
+            )
     yield problem("bfloat16", 512, batch=1, seq_q=100, seq_k=16384)
 
 

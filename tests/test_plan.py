@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, moving, problem, problems
+from kernel_cover import ARCHS, BIAS, FAMILY_ARCHS, FEATURES, GIVEN, MASK, moving, problem, problems
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES, KernelPlan, plan
@@ -91,15 +91,42 @@ def test_tiles_of_wide_heads_have_one_order_of_products() -> None:
 @pytest.mark.parametrize(("dim_v", "parts", "columns"), [(256, 1, 256), (257, 2, 192), (400, 2, 256), (512, 2, 256)])
 def test_hopper_shares_out_columns_of_values(dim_v: int, parts: int, columns: int) -> None:
     """Over thread blocks, each with its part of them; a row that keys' shares leave has all."""
-    told, few = (plan(problem("bfloat16", 512, dim_v, seq_q=n, seq_k=8192), H200) for n in (1000, 1))
+    told, few = (plan(problem("bfloat16", 576, dim_v, seq_q=n, seq_k=8192), H200) for n in (1000, 1))
     assert (constants(told)["V_PARTS"], constants(told)["DIM_V"]) == (parts, columns)
-    one = plan(problem("bfloat16", 512, 256, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
-    many = plan(problem("bfloat16", 512, dim_v, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
+    one = plan(problem("bfloat16", 576, 256, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
+    many = plan(problem("bfloat16", 576, dim_v, seq_q=1000, seq_k=8192), replace(H200, sms=10**6))
     assert (
         many.launches[0].grid // dict(many.scalars)["shares"]
         == parts * one.launches[0].grid // dict(one.scalars)["shares"]
     )
     assert next(x.shape for x in few.workspace if x.name == "share_out")[1] == parts * columns
+
+
+def test_a_cluster_shares_out_a_forward_of_wide_heads() -> None:
+    """From 321 to 512 columns of Q and K and of V; what it does not take is left to blocks that each compute S."""
+    wide = problem("bfloat16", 400, 450, batch=8, seq_q=3000, seq_k=3000)
+    of_cluster = "sm90/wide_forward.cu"
+    chosen = plan(wide, H200)
+    has = constants(chosen)
+    assert (chosen.source, chosen.launches[0].grid) == (of_cluster, 132)
+    assert (has["CLUSTER"], has["DIM"], has["DIM_V"], has["DOT"]) == (2, 448, 512, 400)
+    assert plan(replace(wide, dim_v=384), H200).launches[0].shared_memory <= H200.shared_memory
+    assert constants(plan(replace(wide, dim_v=384), H200))["DIM_V"] == 384
+    assert plan(replace(wide, causal="bottom_right", right=0, softcap=9.0, dropout=0.1), H200).source == of_cluster
+    few = replace(wide, batch=1, seq_q=64, seq_k=8192)  # keys are dealt out
+    lengths = replace(wide, rows_q=6000, rows_k=6000, given=tuple(
+        Given(f"cu_seqlens_{x}", "int32", ("offset",)) for x in "qk"
+    ))  # fmt: skip
+    others = (
+        replace(wide, dim=320), replace(wide, dim_v=320), replace(wide, dim=513), few, lengths,
+        replace(wide, given=MASK), replace(wide, block_mask=("batch", "head")),
+        replace(wide, add=True), replace(wide, batch_invariant=True),
+    )  # fmt: skip
+    for other in others:
+        made = plan(other, H200)
+        assert made.source != of_cluster and made.source.endswith("/forward.cu"), other
+    tuned = plan(wide, H200, tiles={"sm90": (2, 64, 1, 1)})  # a tile that was timed is that of the other kernel
+    assert constants(tuned)["V_PARTS"] == 2
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (59, 111), (128, 128), (192, 128), (256, 256)])

@@ -12,7 +12,10 @@ from semantics import check, draw_inputs
 pytestmark = pytest.mark.gpu
 
 BACKENDS = [Backend("sm90", "sm90"), Backend("sm80", "sm80")]
-DIMS = [(257, 257), (320, 320), (448, 448), (512, 512), (576, 512), (64, 512), (160, 512), (512, 64), (500, 333)]
+DIMS = [
+    (257, 257), (320, 320), (328, 384), (448, 448), (512, 512), (576, 512), (64, 512), (160, 512), (512, 64),
+    (500, 333),
+]  # fmt: skip
 # Shapes and options, as `draw_inputs` and `check` take them.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({"seq": (700, 900)}, {}),
@@ -22,6 +25,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"seq": (260, 330), "given": ("bias", "alibi_slopes", "sinks", "seed")},
         {"causal": True, "softcap": 5.0, "dropout": 0.2},
     ),
+    # Tiles of all lengths, more than clusters; what the forward of a cluster takes, together.
+    "many": ({"seq": (1000, 1300), "batch": 5, "heads": (6, 2)}, {"causal": "top_left"}),
+    "together": (
+        {"seq": (700, 900), "key_mask": True, "given": ("alibi_slopes", "sinks", "seed")},
+        {"window": (300, 100), "softcap": 5.0, "dropout": 0.2, "scale": 0.1},
+    ),
+    "large": ({"seq": (300, 2000)}, {"scale": 3.0, "causal": True}),  # maxima grow
     "a-token": ({"seq": (1, 5000), "heads": (8, 1)}, {}),  # keys are shared out, heads share a tile
 }
 

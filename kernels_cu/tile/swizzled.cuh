@@ -50,6 +50,10 @@ struct SwizzledTile {
             tma_store(map, base + b * BLOCK_BYTES, at.column + WIDTH * b, at.row, at.head, at.batch, yes);
     }
 
+    // The tile for `down_columns` in a block of a cluster, whose rank is in the upper bits of its addresses: they would
+    // be added to the distance of column blocks.
+    __device__ SwizzledTile without_rank() const { return {base & 0x3ffff}; }
+
     // Operand of a product whose sum runs along the rows: STEP columns at STEP k, rows from `row` on. (Its address is
     // that before the swizzle.)
     __device__ unsigned long long along_rows(int row, int k) const {
@@ -113,6 +117,15 @@ struct Operand {
         }
     }
 };
+
+// Tells the compiler that an operand is read until here: by products that were under way.
+template <int K>
+__device__ void was_read(const Operand<K>& a) {
+#pragma unroll
+    for (int k = 0; k < K / STEP<Product>; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) mark_read(a.x[k][i]);
+}
 
 // Products in the background: `sum` = A B or, with ADD, += A B, over K; a(k) and b(k) describe STEP of K.
 constexpr bool ADD = true;

@@ -10,7 +10,7 @@ from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
-from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp, sm90_latent
+from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp, sm90_latent, sm90_wide_forward
 from .sm90_memory import PART, SPLIT_FROM, WIDEST, WIDEST_BACKWARD, paired, unplaced
 
 PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
@@ -70,6 +70,8 @@ TILES: dict[Pass, Tiles[Any]] = {of: room.TILES for of, room in _PLANNERS.items(
 def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
     if of is FORWARD and problem.latent is not None and sm90_latent.objection(problem, arch) is None:
         return sm90_latent.plan(problem, arch)
+    if of is FORWARD and tile is None and sm90_wide_forward.objection(problem, arch) is None:
+        return sm90_wide_forward.plan(problem, arch)
     made: KernelPlan = _planner(of).plan(problem, arch, tile)
     return made
 
