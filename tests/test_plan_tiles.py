@@ -193,7 +193,7 @@ def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     (note,) = explanation.explain(q, k, k, dtype="bfloat16", arch="sm_90a", of="backward").notes
     assert note.startswith("the queries of a head of keys are dealt out in 8 shares")
     (note,) = explanation.explain((1, 1, 32, 128), k, k, dtype="bfloat16", arch="sm_90a").notes
-    assert note == "the keys of a query tile are dealt out in 32 shares: query tiles are few"
+    assert note == "the keys of a query tile are dealt out in 16 shares: query tiles are few"
     one, cache = (np.empty(x, "f2") for x in ((2, 1, 32, 128), (2, 8192, 8, 128)))
     told = explanation.explain(one, cache, cache, arch="sm_90a", seqlens_k=np.array([8192, 5]))
     (note,) = told.notes

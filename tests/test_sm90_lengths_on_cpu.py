@@ -369,19 +369,19 @@ def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -
 @pytest.mark.parametrize(
     ("problem", "share_tiles", "parts"),
     [
-        (cached(32, 65536), 32, 16),  # query tiles for all multiprocessors, and one cache may be longer than others
+        (cached(32, 65536), 32, 32),  # query tiles for all multiprocessors, and one cache may be longer than others
         (cached(16, 8192), 0, 1),  # not much longer
         (cached(32, 65536, max_seqlen_k=4096), 0, 1),  # not likely
-        (cached(4, 65536), 16, 32),  # multiprocessors would be idle
-        (cached(32, 65536, (8, 1)), 16, 32),
-        (cached(2, 2048), 2, 8),  # in no fewer than where all are as long
-        (cached(4, 2**20), 16, 512),
-        (cached(64, 2**20), 32, 256),  # more would take too much memory
-        (cached(1, 65536), 0, 16),  # nothing to differ from
+        (cached(4, 65536), 16, 64),  # multiprocessors would be idle
+        (cached(32, 65536, (8, 1)), 16, 64),
+        (cached(2, 2048), 2, 16),  # in no fewer than where all are as long
+        (cached(4, 2**20), 16, 1024),
+        (cached(64, 2**20), 64, 256),  # more would take too much memory
+        (cached(1, 65536), 0, 32),  # nothing to differ from
         (cached(32, 65536, left=4000), 0, 1),
         (cached(32, 65536, block_mask=("batch", "head")), 0, 1),
         (cached(8, 65536, seq_q=300), 0, 1),
-        (cached(8, 65536, seq_q=8, rows_q=64), 0, 2),
+        (cached(8, 65536, seq_q=8, rows_q=64), 0, 4),
     ],
 )
 def test_where_each_cache_is_cut_by_its_own_length(problem: Any, share_tiles: int, parts: int) -> None:

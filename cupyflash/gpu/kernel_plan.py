@@ -14,6 +14,7 @@ from ..problem import ARRAYS, AXES, ITEMSIZE, OPTIONS, AttentionProblem, Given
 from ..score import Score
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
 MOVING = ("q", "k", "v", "dout", *(rule.name for rule in ARRAYS if rule.gradient))  # what may have tangents
 
 

@@ -43,14 +43,14 @@ struct PartWeights {
     __device__ Accum relative(Accum lse) const { return exp2_approx((lse - top) * LOG2_E); }
 };
 
-// Part `part` of a row of COLUMNS, by a warp: `lanes` of it have 4 columns each, of one share, the next ones of the
-// next share, and so on. of(head): how many there are of its keys.
-template <int COLUMNS, class F>
-__device__ inline void combine_shares(const Params& p, long long row, int part, int lanes, F of) {
+// Part `part` of a row of COLUMNS, by a warp: LANES of it have 4 columns each, of one share, the next ones of the next
+// share, and so on. of(head): how many there are of its keys.
+template <int COLUMNS, int LANES, class F>
+__device__ inline void combine_shares(const Params& p, long long row, int part, F of) {
     static_assert(COLUMNS % 4 == 0);
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
-    int shares = of(head), lane = threadIdx.x % 32, col = 4 * (part * lanes + lane % lanes);
+    int shares = of(head), lane = threadIdx.x % 32, col = 4 * (part * LANES + lane % LANES);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
     PartWeights weight(p, head, [&] { return shares; }, lse);
     if (p.lse != nullptr && part == 0 && lane == 0) p.lse[row] = weight.lse();
@@ -61,17 +61,18 @@ __device__ inline void combine_shares(const Params& p, long long row, int part, 
     Four result = {};
     if (col < COLUMNS) {
 #pragma unroll 8
-        for (int n = lane / lanes; n < shares; n += 32 / lanes) {
+        for (int n = lane / LANES; n < shares; n += 32 / LANES) {
             Accum w = weight(lse(n));
             Four more = *(const Four*)(p.share_out + share_row(p, n, row) * COLUMNS + col);
 #pragma unroll
             for (int c = 0; c < 4; c++) result.x[c] = fma(w, more.x[c], result.x[c]);
         }
     }
-    for (int step = lanes; step < 32; step *= 2)
+#pragma unroll
+    for (int step = LANES; step < 32; step *= 2)
 #pragma unroll
         for (int c = 0; c < 4; c++) result.x[c] += __shfl_xor_sync(~0u, result.x[c], step);
-    if (lane >= lanes) return;
+    if (lane >= LANES) return;
 
     Out* out = head.query_row(p.out, p.out_strides, at.query) + col;
     bool vectors = sizeof(Out) == 2 && (unsigned long long)out % 8 == 0 && p.dim_v % 4 == 0;
@@ -86,14 +87,23 @@ __device__ inline void combine_shares(const Params& p, long long row, int part, 
 }
 
 // What is launched where keys are dealt out: so many warps as it takes for each row, four of a block.
+template <int COLUMNS, int LANES>
+__device__ inline void combine_by_lanes(const Params& p) {
+    constexpr int PARTS = tiles_in(COLUMNS, 4 * LANES);
+    long long warp = blockIdx.x * 4ll + threadIdx.x / 32;
+    auto of = [&](const Head& head) { return shares_of(p, head); };
+    if (warp / PARTS < Sequence::all_query_numbers(p))
+        combine_shares<COLUMNS, LANES>(p, warp / PARTS, int(warp % PARTS), of);
+}
 template <int COLUMNS>
 __device__ inline void combine_all_shares(const Params& p, int lanes) {
     if constexpr (SHARES) {
         wait_for_kernel_before();
-        int parts = tiles_in(COLUMNS, 4 * lanes);
-        long long warp = blockIdx.x * 4ll + threadIdx.x / 32;
-        auto of = [&](const Head& head) { return shares_of(p, head); };
-        if (warp / parts < Sequence::all_query_numbers(p))
-            combine_shares<COLUMNS>(p, warp / parts, int(warp % parts), lanes, of);
+        switch (lanes) {
+            case 4: return combine_by_lanes<COLUMNS, 4>(p);
+            case 8: return combine_by_lanes<COLUMNS, 8>(p);
+            case 16: return combine_by_lanes<COLUMNS, 16>(p);
+            default: return combine_by_lanes<COLUMNS, 32>(p);
+        }
     }
 }

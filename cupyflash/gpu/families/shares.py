@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Launch, Workspace, ceil, query_numbers
+from ..kernel_plan import RESERVED, Launch, Workspace, ceil, query_numbers
 from ..measured import number
-from .sm90_memory import RESERVED
 
 COMBINE_SECONDS, SHARE_SECONDS = number("shares.combine"), number("shares.share")
 LEFT_RATE, ENDS_SECONDS = number("shares.left"), number("shares.ends")
@@ -76,13 +75,12 @@ def _seconds(problem: AttentionProblem, tiles: Tiles, visits: Visits, sms: int, 
     # The longest come first, and short ones fill up what is left.
     longest = tile(ceil(visits.most, n), min(tiles.blocks, ceil(number, sms)))
     seconds = max(longest, number / slots * tile(visits.mean / n, tiles.blocks), rounds(ceil(visits.least, n)))
-    return seconds + combine_seconds(problem, n, sms)
+    return seconds + combine_seconds(problem, n)
 
 
-def combine_seconds(problem: AttentionProblem, n: int, sms: int) -> float:
+def combine_seconds(problem: AttentionProblem, n: int) -> float:
     """What it takes to make one result of n shares."""
-    each = ceil(n * combined(problem, n, problem.dim_v, sms).lanes, 32)  # of a lane
-    return COMBINE_SECONDS + each * SHARE_SECONDS + n * 2 * _left(problem) / LEFT_RATE if n > 1 else 0.0
+    return COMBINE_SECONDS + n * (SHARE_SECONDS + 2 * _left(problem) / LEFT_RATE) if n > 1 else 0.0
 
 
 def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, parts: int) -> tuple[int, int]:

@@ -108,7 +108,7 @@ def seconds(problem: AttentionProblem, t: ForwardTile, pack: int, arch: Arch) ->
     time = max(time, tile(most, min(t.blocks, ceil(number, arch.sms))))
     all_rows = problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k
     time += problem.batch * all_rows * 2 * (problem.dim + problem.dim_v) / BYTES
-    return time + alone + shares.combine_seconds(problem, parts, arch.sms)
+    return time + alone + shares.combine_seconds(problem, parts)
 
 
 def _lines(size: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from ...passes import Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import PAIRWISE, Box, ceil, pad
+from ..kernel_plan import PAIRWISE, RESERVED, Box, ceil, pad
 
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; TMA fills in zeros
 WIDEST = (576, 512)  # columns of Q and K, and of V, of the forward of 16 bits; elsewhere as many as the last of these
@@ -17,7 +17,6 @@ WIDEST_BACKWARD = (2 * PART, 2 * PART)  # of a cluster of two
 SPLIT_FROM = 321  # columns: of fewer, a third or more of what its blocks compute would be padding
 FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
-RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
 BARRIERS = 256  # bytes for barriers, more than any ring takes
 
 
