@@ -12,8 +12,11 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 from reference import distance
+from rounding import rounded_to, widened
 
 from cupyflash.problem import AttentionProblem
+
+PIECE = 2**15  # numbers at once, which caches hold
 
 
 def assert_as_good(
@@ -38,7 +41,7 @@ def assert_as_good(
     of tests (conftest.py), on a GPU (check_gpu_report.py), of the fuzzer. Without `luck` one that is off so fails, too.
     """
     actual_dtype = np.asarray(actual).dtype
-    actual, exact, own = (np.asarray(x).astype(np.float64, copy=False) for x in (actual, exact, own_precision))
+    actual, exact, own = (widened(np.asarray(x), np.dtype(np.float64)) for x in (actual, exact, own_precision))
     assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, not {exact.shape}"
     if not (np.isfinite(actual).all() and np.isfinite(exact).all()):
         with np.errstate(over="ignore"):  # what is too large for the dtype is rightly infinite
@@ -57,7 +60,7 @@ def assert_as_good(
         # Where own precision overflows it sets no standard, and luck may not make it stricter than rounding `exact`
         # once.
         with np.errstate(all="ignore"):
-            errors = [np.abs(x - exact) for x in (own, exact.astype(actual_dtype).astype(np.float64))]
+            errors = [np.abs(x - exact) for x in (own, rounded_to(exact, actual_dtype))]
         of_own = max(e.max(initial=0.0, where=np.isfinite(e)) for e in errors)
         allowed, by_luck = 2 * of_own + 1e-5 * unit, 3 * of_own + 4e-5 * unit
     worst = error.max(initial=0.0)
@@ -118,8 +121,8 @@ def assert_mean_errors(actual: np.ndarray, exact: np.ndarray, own: np.ndarray, n
     axes = (1, 3)
     with np.errstate(all="ignore"):
         size = np.sqrt(np.mean(exact**2, axes))
-        rounded = exact.astype(actual.dtype).astype(np.float64)
-        errors = [np.sqrt(np.mean((x.astype(np.float64) - exact) ** 2, axes)) for x in (actual, own, rounded)]
+        given = widened(actual, exact.dtype), own, rounded_to(exact, actual.dtype)
+        errors = [np.sqrt(np.mean((x - exact) ** 2, axes)) for x in given]
     allowed = 2 * errors[1] + 2 * errors[2] + 1e-5 * unit + 1e-6 * size
     wrong = np.isfinite(allowed) & ~(errors[0] <= allowed)
     if wrong.any():
@@ -133,9 +136,10 @@ def as_good_as_rounding(actual: np.ndarray, exact: np.ndarray) -> bool:
     if actual.shape != exact.shape:
         return False
     with np.errstate(all="ignore"):
-        error = actual.astype(np.float64)
-        error -= exact
-        worst = np.maximum(error.max(initial=0.0), -error.min(initial=0.0))  # NaN where one is
+        worst, some = np.float64(0), max(1, PIECE * len(actual) // max(1, actual.size))
+        for n in range(0, len(actual), some):
+            error = widened(actual[n : n + some], exact.dtype) - exact[n : n + some]
+            worst = np.maximum(worst, np.maximum(error.max(initial=0.0), -error.min(initial=0.0)))  # NaN where one is
         if not np.isfinite(worst):
             finite = np.isfinite(exact)
             same = np.array_equal(actual[~finite].astype(np.float64), exact[~finite], equal_nan=True)
@@ -144,14 +148,15 @@ def as_good_as_rounding(actual: np.ndarray, exact: np.ndarray) -> bool:
             return bool(worst <= 1e-11 * np.abs(exact).max(initial=1.0))
         if worst <= 1e-5:
             return True
-        eps, tiny = (float(getattr(ml_dtypes.finfo(actual.dtype), name)) for name in ("eps", "tiny"))
-        if worst > 1e-5 + 2 * eps * (max(exact.max(), -exact.min()) + tiny):  # more than any rounding
-            return False
-        flat = exact.ravel()
-        for some in (flat[:1000], flat[1000:20000], flat[20000:]):  # most often the first are enough
-            of_rounding = np.abs(some.astype(actual.dtype).astype(np.float64) - some)
+        flat = exact.ravel(order="K")
+        for n, some in enumerate((flat[:1000], flat[1000:20000], flat[20000:])):  # most often the first are enough
+            of_rounding = np.abs(rounded_to(some, actual.dtype) - some)
             if worst <= 1e-5 + 2 * of_rounding.max(initial=0.0, where=np.isfinite(of_rounding)):
                 return True
+            if n == 0:
+                eps, tiny = (float(getattr(ml_dtypes.finfo(actual.dtype), name)) for name in ("eps", "tiny"))
+                if worst > 1e-5 + 2 * eps * (max(exact.max(), -exact.min()) + tiny):  # more than any rounding
+                    return False
     return False
 
 

@@ -319,15 +319,16 @@ def _standard(
     qh, kh, vh = heads_first(q), heads_first(k), heads_first(v)
     kh, vh = (np.repeat(x, problem.group, axis=1) if problem.heads_k and problem.group > 1 else x for x in (kh, vh))
     seen, sinks = visible(problem, given["key_mask"], given.get("mask")), given.get("sinks")
-    exactly = rounded is _exactly
+    exactly, wide = rounded is _exactly, work == np.float64
     with np.errstate(all="ignore"):  # infinities and NaN in the inputs do what IEEE says
-        scaled = qh * scale
+        scaled = qh if wide else qh * scale  # in float64 it does not matter when: what is smaller is multiplied
         products = scaled @ kh.swapaxes(-1, -2)
+        products *= scale if wide else 1
         of_rounded = products if exactly else rounded(rounded(scaled) @ kh.swapaxes(-1, -2))
         s, slope = scores(problem, of_rounded, given, rounded)
         p, lse = _softmax(np.where(seen, s, -np.inf), sinks)
         # Of finite numbers, what is 0 in P stays 0.
-        finite = all(np.isfinite(x).all() for x in (qh, kh, vh, slope)) and bool((lse < np.inf).all())
+        finite = all(map(_all_finite, (qh, kh, vh))) and bool(np.isfinite(slope).all() and (lse < np.inf).all())
 
         def shown(x: np.ndarray) -> np.ndarray:
             return x if finite else np.where(seen, x, 0)
@@ -343,7 +344,7 @@ def _standard(
             return Standard(out.transpose(0, 2, 1, 3), lse)
 
         do = heads_first(dout)
-        finite = finite and bool(np.isfinite(do).all()) and (dlse is None or bool(np.isfinite(dlse).all()))
+        finite = finite and _all_finite(do) and (dlse is None or bool(np.isfinite(dlse).all()))
         dp = rounded(do @ vh.swapaxes(-1, -2))
         if keeps is not True:
             dp = rounded(np.where(keeps, dp * inverse, 0))
@@ -357,9 +358,9 @@ def _standard(
         of_scores = shown(of_scores)
         ds = rounded(shown(of_scores * slope)) if isinstance(slope, np.ndarray) or slope != 1 else rounded(of_scores)
         of_arrays = _of_arrays(problem, given, lse, rounded(of_scores), of_sink_scores, rounded, products)
-        dq = rounded(sum_over_visible(ds, seen, kh) * scale)
-        turned = seen.swapaxes(-1, -2)
-        dk = rounded(sum_over_visible(ds.swapaxes(-1, -2), turned, qh) * scale)
+        turned, ds = seen.swapaxes(-1, -2), ds * scale if wide else ds
+        dq, dk = sum_over_visible(ds, seen, kh), sum_over_visible(ds.swapaxes(-1, -2), turned, qh)
+        dq, dk = (x if wide else rounded(x * scale) for x in (dq, dk))
         dv = rounded(sum_over_visible(after.swapaxes(-1, -2), turned, do))
         if problem.heads_k and problem.group > 1:
             shape = problem.batch, problem.heads_k, problem.group, problem.seq_k
@@ -479,6 +480,11 @@ def _luck(
     return luck
 
 
+def _all_finite(x: np.ndarray) -> bool:
+    flat = x.ravel(order="K")
+    return bool(np.isfinite(np.dot(flat, flat)) or np.isfinite(flat).all())  # squares may be too large
+
+
 def _of_sink(sinks: np.ndarray, lse: np.ndarray) -> np.ndarray:
     """Probabilities of the sinks, (B, Hq, Sq, 1)."""
     return np.where(np.isneginf(lse), 0, np.exp(sinks.astype(lse.dtype).reshape(-1, 1) - lse))[..., None]
@@ -507,9 +513,9 @@ def _softmax(scores: np.ndarray, sinks: np.ndarray | None = None) -> tuple[np.nd
 
 def sum_over_visible(weights: np.ndarray, seen: np.ndarray, x: np.ndarray) -> np.ndarray:
     """weights @ x, without the terms that are not seen: where x is not finite, 0 · x would be NaN."""
-    finite = np.isfinite(x)
-    if finite.all():
+    if _all_finite(x):
         return weights @ x
+    finite = np.isfinite(x)
     seen = np.broadcast_to(seen, weights.shape)
     weights = np.where(seen, weights, 0)
     if not np.isfinite(weights).all():  # infinity times 0 is not infinity times infinity

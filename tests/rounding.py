@@ -1,4 +1,5 @@
-"""Conversions that NumPy makes one by one, in several times as long: float16 kept in float32, and 8 bits."""
+"""Conversions that NumPy makes one by one, in several times as long: of and to float16, kept in wider numbers, and
+8 bits."""
 
 from __future__ import annotations
 
@@ -14,19 +15,33 @@ _FEW = 4096  # so many are converted sooner
 
 def rounded_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The same as x.astype(dtype).astype(x.dtype)."""
-    within = dtype == np.float16 and x.dtype == np.float32 and x.size > _FEW
+    within = dtype == np.float16 and x.size > _FEW
     if not (within and x.max() <= _LARGEST and x.min() >= -_LARGEST):  # or NaN
         return x.astype(dtype).astype(x.dtype)
-    return _cut(x, 13, _SMALLEST)
+    return _cut(x, np.finfo(x.dtype).nmant - 10, _SMALLEST)
+
+
+def widened(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same as x.astype(dtype, copy=False), for a wider one."""
+    if x.dtype == np.float16 and x.size > _FEW:
+        bits = x.view(np.int16).astype(np.int32)  # and copies of the sign's
+        bits <<= 13
+        bits &= np.int32(~(0b111 << 28))
+        found = bits.view(np.float32)
+        found *= np.float32(2.0**112)  # exponents count from -127, not from -15
+        if found.max() <= _LARGEST and found.min() >= -_LARGEST:  # else infinities, or NaN
+            return found.astype(dtype, copy=False)
+    return x.astype(dtype, copy=False)
 
 
 def _cut(x: np.ndarray, bits: int, smallest: float) -> np.ndarray:
-    """float32 with so many bits less, the nearest ones; below `smallest` all are as far apart as there."""
-    far = x.view(np.uint32) & np.uint32(0xFF << 23)
-    np.maximum(far, np.float32(smallest).view(np.uint32), out=far)
-    far += np.uint32((bits << 23) + (1 << 22))  # 1.5 * 2^(e + bits): a sum with it has so many less
-    found = x + far.view(np.float32)
-    found -= far.view(np.float32)
+    """float32 or float64 with so many bits less, the nearest ones; below `smallest` all are as far apart as there."""
+    unsigned, mantissa = (np.uint32, 23) if x.dtype == np.float32 else (np.uint64, 52)
+    far = x.view(unsigned) & np.array(np.inf, x.dtype).view(unsigned)
+    np.maximum(far, np.array(smallest, x.dtype).view(unsigned), out=far)
+    far += unsigned((bits << mantissa) + (1 << (mantissa - 1)))  # 1.5 * 2^(e + bits): a sum with it has so many less
+    found = x + far.view(x.dtype)
+    found -= far.view(x.dtype)
     return found
 
 

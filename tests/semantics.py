@@ -127,26 +127,30 @@ def dead_rows(
     Of what `blocks` (booleans over all pairs) hide, tiles of queries and keys of all sizes in `tiles` that hold nothing
     else.
     """
-    p = problem
-    seen = np.broadcast_to(visible(p, key_mask), (p.batch, p.heads_q, p.seq_q, p.seq_k))
+    p, seen = problem, visible(problem, key_mask)
+    if blocks is None:  # alike in all heads
+        each = (~seen.any(axis).swapaxes(1, 2) for axis in (3, 2))
+        heads = (p.batch, p.seq_q, p.heads_q), (p.batch, p.seq_k, p.heads_k)
+        return tuple(map(np.broadcast_to, each, heads))
+    seen = np.broadcast_to(seen, (p.batch, p.heads_q, p.seq_q, p.seq_k))
 
     def of_group(x: np.ndarray) -> np.ndarray:  # over the heads that share keys
         return x.reshape(p.batch, p.heads_k, -1, p.seq_k).all(2)
 
-    queries, keys = ~seen.any(3), of_group(~seen.any(2))
-    if blocks is not None:
-        left = np.broadcast_to(blocks, seen.shape)
+    def by_tile(x: np.ndarray, size: int) -> np.ndarray:  # what is alike in all of each tile
+        return np.logical_and.reduceat(x, np.arange(0, x.shape[-1], size), -1).repeat(size, -1)[..., : x.shape[-1]]
 
-        def by_tile(x: np.ndarray, size: int) -> np.ndarray:  # what is alike in all of each tile
-            return np.logical_and.reduceat(x, np.arange(0, x.shape[-1], size), -1).repeat(size, -1)[..., : x.shape[-1]]
-
-        queries |= np.logical_and.reduce([by_tile(~left.any(3), rows) for rows, _ in tiles])
-        keys |= np.logical_and.reduce([of_group(by_tile(~left.any(2), columns)) for _, columns in tiles])
+    left = np.broadcast_to(blocks, seen.shape)
+    queries = ~seen.any(3) | np.logical_and.reduce([by_tile(~left.any(3), rows) for rows, _ in tiles])
+    keys = of_group(~seen.any(2))
+    keys |= np.logical_and.reduce([of_group(by_tile(~left.any(2), columns)) for _, columns in tiles])
     return queries.swapaxes(1, 2), keys.swapaxes(1, 2)
 
 
 def spoil(rng: np.random.Generator, x: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """A copy whose dead rows hold what may stand anywhere: NaN, infinities, the largest numbers."""
+    """With what may stand anywhere in dead rows: NaN, infinities, the largest numbers."""
+    if not dead.any():
+        return x
     largest = float(ml_dtypes.finfo(x.dtype).max)
     x, infinite = x.copy(), (np.inf, -np.inf) if x.dtype.itemsize > 1 else ()
     each = rng.choice([np.nan, *infinite, largest, -largest], (int(dead.sum()), 1)).astype(x.dtype)

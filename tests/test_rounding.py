@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from rounding import FLOAT8, from_float8, rounded_to, to_float8
+from rounding import FLOAT8, from_float8, rounded_to, to_float8, widened
 
 
 @pytest.mark.parametrize("wide", [np.float32, np.float64])
@@ -24,6 +24,20 @@ def test_to_the_nearest(wide: type, dtype: type, rng: np.random.Generator) -> No
         with np.errstate(over="ignore"):
             found = rounded_to(x, np.dtype(dtype))
         assert found.dtype == wide and np.array_equal(found, right, equal_nan=True)
+
+
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+def test_to_wider_ones(wide: type, rng: np.random.Generator) -> None:
+    """Every float16, infinities and NaN too; few and many; and those of other formats."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)]
+    for x in (every, every[:9], finite, finite[::-3], finite[:63000].reshape(70, 9, 100).transpose(1, 0, 2)):
+        found, right = widened(x, np.dtype(wide)), x.astype(wide)
+        assert found.dtype == wide and np.array_equal(found, right, equal_nan=True)
+        assert np.array_equal(np.signbit(found), np.signbit(right))
+    for dtype in (ml_dtypes.bfloat16, np.float32, wide):
+        x = rng.standard_normal(5000).astype(dtype)
+        assert widened(x, np.dtype(wide)).dtype == wide and np.array_equal(widened(x, np.dtype(wide)), x.astype(wide))
 
 
 def test_8_bits(rng: np.random.Generator) -> None:
