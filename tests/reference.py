@@ -452,16 +452,12 @@ def _luck(
     )
     luck = {}
     for name, x, index, change in _read(problem, given, products):
-        variance = np.zeros(x.shape)
-        np.add.at(variance, index, (eps * terms * change) ** 2)
+        flat, rows = np.ravel_multi_index(index, x.shape), np.arange(lse.size).reshape(*lse.shape, 1)
+        variance = np.bincount(flat.ravel(), ((eps * terms * change) ** 2).ravel(), x.size)
+        own, inverse = np.unique(flat + x.size * rows, return_inverse=True)  # of an element, a row's add up
         for each in (p * change * of_rowsum, ds * change * of_lse):  # a row's are alike
-            sums: dict[Any, Any] = {}
-            flat = np.ravel_multi_index(index, x.shape).reshape(-1, each.shape[-1])
-            for elements, values in zip(flat, np.nan_to_num(each).reshape(flat.shape)):
-                own, inverse = np.unique(elements, return_inverse=True)
-                for n, value in zip(own, np.bincount(inverse, values)):
-                    sums[n] = sums.get(n, 0.0) + value**2
-            np.add.at(variance.reshape(-1), list(sums), list(sums.values()))
+            sums = np.bincount(inverse.ravel(), np.nan_to_num(each).ravel(), own.size)
+            variance += np.bincount(own % x.size, sums**2, x.size)
         luck[f"d{name}"] = 4 * float(np.nan_to_num(np.sqrt(variance)).max(initial=0.0))
     for row in ARRAYS:
         x = given.get(row.name)
