@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from frameworks import Framework, framework
 from reference import Standard, standard, state
-from rounding import FLOAT8, from_float8, to_float8
+from rounding import FLOAT8, from_float8, to_float8, widened
 from semantics import (
     CONTIGUOUS,
     Blocks,
@@ -230,7 +230,6 @@ class Judge:
         # one is divided by the share of those that are not), or where its value is 0.
         least = 2.0**-14 / (1 - options.get("dropout", 0.0))
         least = least * float(np.abs(v).max(initial=0)) if on_gpu else 0.0
-        self.few = np.count_nonzero(weighed) < 4096
         self.whole = whole(x, self.result) + 2 * of_score + of_sums
 
         rounding = ROUNDING[self.result]
@@ -238,11 +237,14 @@ class Judge:
             most = float(ml_dtypes.finfo(FLOAT8).max) / self.out_scale
             exact = exact.clip(-most, most)
         room = weighed * share
+        self.few = np.count_nonzero(room.ravel(order="K")) < 4096
         room += least
         size = np.abs(exact)
-        self.expected, self.allowed = exact, room + rounding * (size + room)
+        self.expected, self.allowed = exact, size + room
+        self.allowed *= rounding
+        self.allowed += room
         self.allowed += SMALLEST[self.result] / self.out_scale + 1e-6
-        self.norm = float(np.sqrt(np.vdot(exact, exact)))
+        self.norm = float(np.linalg.norm(size.ravel(order="K")))
         # Numbers too small for all bits of the result are off by half of the smallest, whatever they are.
         smallest = SMALLEST[self.result] / self.out_scale
         if self.norm:
@@ -250,13 +252,13 @@ class Judge:
 
     def __call__(self, out: np.ndarray, lse: np.ndarray) -> None:
         assert out.dtype == RESULTS[self.result] and lse.dtype == np.float32
-        error = from_float8(out, "float64") if out.dtype == FLOAT8 else out.astype(np.float64)
+        error = from_float8(out, "float64") if out.dtype == FLOAT8 else widened(out, np.dtype(np.float64))
         error /= self.out_scale
         error -= self.expected
         np.abs(error, out=error)
         assert_within("out", error, self.allowed)
         if not self.few and self.norm:  # of fewer luck decides
-            off = float(np.linalg.norm(error.ravel())) / self.norm
+            off = float(np.linalg.norm(error.ravel(order="K"))) / self.norm
             assert off <= self.whole, f"out is off by {off:.3f} of its norm, {self.whole:.3f} is allowed"
         unseen = np.isneginf(self.exact.lse)
         lse = lse.reshape(unseen.shape)
