@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -169,9 +170,9 @@ def published(*arrays: Any, **given: np.ndarray) -> Any:
 
 
 def expected(
-    case: Case, own_precision: bool, backward: bool, luck: dict[str, float] | None = None, compute: Any = None
+    case: Case, own_precision: bool, backward: bool, each: list[Any] | None = None, compute: Any = None
 ) -> dict[str, np.ndarray]:
-    """The results of a call, sequence by sequence; `luck` gets that of gradients of optional arrays. compute: in the
+    """The results of a call, sequence by sequence; `each` gets those of every sequence that has keys. compute: in the
     place of standard attention."""
     arrays, dtype = case.arrays, case.arrays["q"].dtype.name
     hq, dv = arrays["q"].shape[-2], arrays["v"].shape[-1]
@@ -212,6 +213,8 @@ def expected(
         )  # fmt: skip
         results["out"][of_q] = found.out[-1]
         results["lse"][at_lse] = found.lse[-1]
+        if each is not None and lk:
+            each.append(found)
         if backward:
             results["dq"][of_q] = found.dq[-1]
             results["dk"][of_k] = found.dk[-1]
@@ -219,8 +222,6 @@ def expected(
             for name in results.keys() - {"out", "lse", "dq", "dk", "dv"}:
                 of = name[1:]
                 part = getattr(found, name)
-                if luck is not None and lk:
-                    luck[name] = math.hypot(luck.get(name, 0.0), found.luck.get(name, 0.0))
                 results[name][index[of]] += part.reshape(results[name][index[of]].shape)
     return results
 
@@ -279,7 +280,7 @@ def check_case(
         results = attention_backward(arrays["dout"], q, k, v, *taken, wrt=wrt, grads=grads, family=family, **options)
         found |= dict(zip(("dq", "dk", "dv"), results)) | {f"d{x}": y for x, y in results.of_arrays.items()}
         assert grads is None or all(x is y for x, y in zip(results, grads))
-    found = {name: on.get(x) for name, x in found.items()}
+    found = dict(zip(found, on.get_all([*found.values()])))
     if layout == "bhsd":
         found |= {name: found[name].swapaxes(-3, -2) for name in ("out", "dq", "dk", "dv") if name in found}
     judge(case, found, backward)
@@ -288,13 +289,13 @@ def check_case(
 
 def judge(case: Case, found: dict[str, np.ndarray], backward: bool) -> None:
     """Whether these results are as good as the reference's."""
-    exact = expected(case, False, backward)
+    each: list[Any] = []
+    exact = expected(case, False, backward, each)
     assert found.keys() == exact.keys()
     if all(as_good_as_rounding(x, exact[name]) for name, x in found.items()):
         return
-    luck: dict[str, float] = {}
-    exact, own = expected(case, False, backward, luck), expected(case, True, backward)
-    units = _units(case, {name: x / 1e-5 for name, x in luck.items()})
+    own = expected(case, True, backward)
+    units = _units(case, luck_of(each, exact))
     for name, x in found.items():
         unit = units.get(name, 1.0)
         with contextlib.suppress(AssertionError):
@@ -302,6 +303,14 @@ def judge(case: Case, found: dict[str, np.ndarray], backward: bool) -> None:
             continue
         of_published = None if name == "lse" else expected(case, True, True, compute=published)[name]
         assert_as_good_as_either(x, exact[name], own[name], of_published, name, lambda unit=unit: unit)
+
+
+def luck_of(each: list[Any], names: Collection[str]) -> dict[str, float]:
+    """`unit` of gradients of optional arrays, sums over all sequences, whose results are `each`."""
+    return {
+        name: math.hypot(*(x.luck.get(name, 0.0) for x in each)) / 1e-5
+        for name in names if name not in ("out", "lse", "dq", "dk", "dv")
+    }  # fmt: skip
 
 
 def _units(case: Case, luck: dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from backends import Backend
 from criterion import assert_as_good
 from lengths_on_cpu import nonsense
-from ragged import GRADIENTS, Case, _is_float, _poisoned, _units, arguments, draw_case, expected
+from ragged import GRADIENTS, Case, _is_float, _poisoned, _units, arguments, draw_case, expected, luck_of
 
 from cupyflash import attention, attention_backward
 
@@ -48,10 +48,10 @@ def run(case: Case, layout: str = "bshd", fill: float = np.nan) -> dict[str, np.
 
 
 def judge(case: Case, layout: str = "bshd") -> None:
-    found, luck = run(case, layout), {}
-    exact, own = expected(case, False, True, luck), expected(case, True, True)
+    found, each = run(case, layout), []
+    exact, own = expected(case, False, True, each), expected(case, True, True)
     assert found.keys() == exact.keys()
-    units = _units(case, {name: x / 1e-5 for name, x in luck.items()})
+    units = _units(case, luck_of(each, exact))
     for name, x in found.items():
         assert_as_good(x, exact[name], own[name], name, units.get(name, 1.0))
 
