@@ -28,6 +28,7 @@ from cupyflash.gpu.source import sources_digest
 FILTERS = ("family", "dtype", "library")
 SECONDS_BETWEEN_LINES = 10
 FAILURES = 20  # and then it ends
+PORTIONS = 8  # of each of the last kinds
 
 
 class Result(NamedTuple):
@@ -56,6 +57,20 @@ def spread(problems: int, weights: list[float]) -> Iterator[range]:
     ends = [round(problems * x / whole) for x in itertools.accumulate(weights, initial=0)]
     for start, end in itertools.pairwise(ends):
         yield range(end - start)
+
+
+def in_portions(work: list[Work], jobs: int) -> list[Work]:
+    """The last kinds, one for each process, in portions: else most would wait for the few that took the last ones.
+
+    The first portions come first: what they compile the others load.
+    """
+    if jobs == 1:
+        return work
+    cut = [
+        kind._replace(numbers=kind.numbers[len(kind.numbers) * n // PORTIONS : len(kind.numbers) * (n + 1) // PORTIONS])
+        for n in range(PORTIONS) for kind in work[-jobs:]
+    ]  # fmt: skip
+    return [*work[:-jobs], *(portion for portion in cut if portion.numbers)]
 
 
 def results(run: Callable[[Work], Result], work: list[Work], jobs: int) -> Iterator[Result]:
@@ -152,6 +167,7 @@ def go_over(
     until = time.time() + args.seconds
     shares = spread(wanted, [weights(k) for k in range(first, first + kinds)])
     work = [Work(args, k, numbers, libraries, until) for k, numbers in enumerate(shares, first) if numbers]
+    work = in_portions(work, args.jobs)
     print(f"seed {args.seed}: {wanted:,} problems of {kinds} kinds, arrays of {', '.join(libraries)}", flush=True)
     done, by_luck, end, counts, failures = 0, 0, first, Counter[str](), []
     whole, start = False, time.monotonic()

@@ -127,6 +127,16 @@ def test_processes_share_the_kinds_out(capsys: pytest.CaptureFixture[str]) -> No
     assert [len(numbers) for numbers in fuzz_runs.spread(41, [1, 0.05, 1])] == [20, 1, 20]
 
 
+def test_the_last_kinds_are_cut_into_portions() -> None:
+    """Each problem once; the first portion of every kind before the second of any."""
+    work = [fuzz_runs.Work(None, k, range(size), []) for k, size in enumerate((40, 30, 100, 5))]
+    cut = fuzz_runs.in_portions(work, 2)
+    assert cut[:2] == work[:2] and [x.kind for x in cut[2:5]] == [2, 2, 3]
+    for kind in work:
+        assert [n for x in cut if x.kind == kind.kind for n in x.numbers] == [*kind.numbers]
+    assert fuzz_runs.in_portions(work, 1) == work and max(len(x.numbers) for x in fuzz_runs.in_portions(work, 9)) == 13
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_what_is_as_good_as_rounding_is_as_good(dtype: str, rng: np.random.Generator) -> None:
     """Whatever own precision does: here it errs nowhere."""
