@@ -135,10 +135,16 @@ class ByFunction(Blocks):
 # ---- ways to call ---------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def own_stream(make: type) -> Any:
+    """One for all problems of a process: memory is kept by stream, and a new one's would be asked of the driver."""
+    return make(non_blocking=True)
+
+
 @contextlib.contextmanager
 def a_stream(backend: Backend) -> Iterator[None]:
     """Everything on a stream of its own, beside which the default one does nothing."""
-    stream = backend.xp.cuda.Stream(non_blocking=True)
+    stream = own_stream(backend.xp.cuda.Stream)
     with stream:
         yield
         stream.synchronize()
@@ -276,13 +282,15 @@ def check_graph(backend: Backend, inputs: Inputs, options: dict[str, Any]) -> No
         results = attention_backward(dout, q, k, v, out, lse, grads=grads or None, **how, **own)
         return (out, lse, *results) if options["deterministic"] else (out, lse)
 
-    stream = backend.xp.cuda.Stream(non_blocking=True)
+    stream = own_stream(backend.xp.cuda.Stream)
     backend.xp.cuda.get_current_stream().synchronize()
     with stream:
         first = backend.get_all(list(run(*targets)))  # and memory is in the pool
         stream.begin_capture()
-        captured = run(*targets)
-        graph = stream.end_capture()
+        try:
+            captured = run(*targets)
+        finally:
+            graph = stream.end_capture()
         for x in targets:
             x.view(np.uint8)[...] = 255  # NaN
         graph.launch(stream)
