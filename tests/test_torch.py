@@ -110,16 +110,16 @@ def test_gradcheck(options: str, rank: int, layout: str) -> None:
         return (x[..., ::2] if strided else x[..., : shape[-1]].contiguous()).detach().requires_grad_()
 
     heads = (4, 2) if rank > 2 else (1, 1)
-    q, k, v = tensor(2, 5, heads[0], 3), tensor(2, 7, heads[1], 3, strided=True), tensor(2, 7, heads[1], 4)
-    mask = torch.rand(2, 7, generator=generator) < 0.7 if masked else None
+    q, k, v = tensor(2, 4, heads[0], 2), tensor(2, 5, heads[1], 2, strided=True), tensor(2, 5, heads[1], 3)
+    mask = torch.rand(2, 5, generator=generator) < 0.7 if masked else None
     mask = mask if mask is None or rank == 4 else mask[0]
     assert torch.autograd.gradcheck(lambda *x: attention(*x, key_mask=mask, layout=layout, **options), (q, k, v))
     scores = {
-        "bias": torch.randn(5, 7, dtype=torch.float64, generator=generator),
+        "bias": torch.randn(4, 5, dtype=torch.float64, generator=generator),
         "alibi_slopes": torch.rand(heads[0] if rank > 2 else (), dtype=torch.float64, generator=generator),
         "sinks": torch.randn(heads[0] if rank > 2 else (), dtype=torch.float64, generator=generator),
     }
-    hides = torch.rand(5, 7, generator=generator) < 0.8
+    hides = torch.rand(4, 5, generator=generator) < 0.8
     options |= {"softcap": 0.8, "key_mask": mask, "layout": layout, "mask": hides}
 
     def both(*x: Any) -> Any:
