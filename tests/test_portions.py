@@ -188,6 +188,13 @@ def test_heads_that_share_one_of_k_are_portions_as_they_are_planned(monkeypatch:
     assert [(x.heads_q, x.heads_k, x.seq_q, x.group) for x in seen] == [(4, 4, 4, 1)]
 
 
+def test_a_backward_of_caches_without_rows_is_no_portions() -> None:
+    """It has no tiles of keys, but sinks, whose gradient is asked for."""
+    given = (Given("seqlens_k", "int32", ("sequence",)), Given("sinks", "float32", ("head",)))
+    made = plan(asked(BACKWARD, 3, seq_k=0, cache=0, diagonal=0, given=given), A100, BACKWARD)
+    assert not made.portions and "attention_backward" not in {x.name for x in made.launches}
+
+
 def test_a_score_is_tabled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tables are of all heads."""
     state = asked(BACKWARD, 8192, score=SCORE)

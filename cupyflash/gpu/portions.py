@@ -47,6 +47,8 @@ def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int,
     packed = problem.rows_q is not None, problem.rows_k is not None
     if "attention_split" not in grids or "attention_combine" in grids:  # rows of shares are numbered over all heads
         return ()
+    if f"attention_{made.of}" not in grids:  # of k without rows, a backward has no tiles
+        return ()
     if taken <= room or packed[0] != packed[1]:
         return ()
     total = problem.heads_k * (1 if packed[0] else problem.batch)
