@@ -23,6 +23,7 @@ from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
 from cupyflash.gpu.source import generate
 from cupyflash.passes import FORWARD
+from cupyflash.problem import Given
 
 pytestmark = needs_compiler
 
@@ -390,3 +391,13 @@ def test_where_each_cache_is_cut_by_its_own_length(problem: Any, share_tiles: in
     if share_tiles:
         assert share_tiles * parts * dict(made.constants)["KEYS"] >= problem.seq_k, "of the longest something is left"
         assert max(x.nbytes for x in made.workspace) <= shares.MOST_LEFT
+
+
+@pytest.mark.parametrize("rows", [8, 2**17])
+def test_shares_leave_no_more_than_there_is_room_for(rows: int) -> None:
+    """Of all rows of q, though a hint says that few of them are filled."""
+    offsets = Given("cu_seqlens_q", "int32", ("offset",))
+    tokens = cached(2, 8192, seq_q=rows, rows_q=rows, max_seqlen_q=1)
+    made = plan(replace(tokens, given=(offsets, *tokens.given)), Arch.of("sm_90a"), FORWARD, "sm90")
+    assert dict(made.constants)["SHARES"] == (rows == 8)
+    assert sum(x.nbytes for x in made.workspace) < 1.02 * shares.MOST_LEFT

@@ -136,6 +136,11 @@ def seen(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
     return [visits(n * rows) for n in range(tiles - 1, -1, -max(1, tiles // SAMPLES))]
 
 
+def most(problem: AttentionProblem) -> int:
+    """Of how many shares the results have room in memory: of all rows, of which hints may say that few are filled."""
+    return max(1, MOST_LEFT // max(1, 4 * math.prod(query_numbers(problem)) * problem.dim_v))
+
+
 def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]:
     """What n shares leave in memory."""
     rows = n * math.prod(query_numbers(problem)) if n > 1 else 0

@@ -143,7 +143,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
-    share_tiles, parts, v_parts = 0, cost.dealt(likely, t, pack, arch).number, value_parts(problem)
+    parts = min(cost.dealt(likely, t, pack, arch).number, shares.most(problem))
+    share_tiles, v_parts = 0, value_parts(problem)
     if v_parts == 1 and problem.seq_q <= span:
         share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
