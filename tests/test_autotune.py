@@ -103,6 +103,17 @@ def test_candidates_fit_and_differ(family: str, of: Pass) -> None:
             assert all(launch.threads <= 1024 for launch in trial.plan.launches)
 
 
+@pytest.mark.parametrize("dim", [192, 384, 512])
+def test_a_candidate_has_the_tile_that_it_is_named_after(dim: int) -> None:
+    """Not the one that the table has where that one does not fit, which need not be what the plan chooses."""
+    names = list(FAMILIES["sm90"].TILES[FORWARD].tried)[:4]
+    tried = list(candidates(problem("bfloat16", dim), Arch.of("sm_90a"), FORWARD, "sm90"))[1:]
+    assert tried
+    for trial in tried:
+        has = dict(trial.plan.constants)
+        assert tuple(has[name.upper()] for name in names) == trial.tile[:4]
+
+
 def test_warps_share_a_tile_evenly() -> None:
     for dim in (64, 128, 256):
         for trial in candidates(problem("float16", dim), A100, FORWARD, "sm80"):

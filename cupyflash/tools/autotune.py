@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .. import rules
 from ..call import Call
 from ..gpu import device, tuned
 from ..gpu.device import Arch
+from ..gpu.kernel_plan import Tiles
 from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
@@ -175,13 +176,19 @@ def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | No
         raise ValueError(f"family is {family!r}; it has nothing to tune: name one of {others}")
     yield Trial((), own)
     tiles = FAMILIES[family].TILES[of]
-    seen = {own.constants}  # a tile that does not fit leads to the table's own as well
+    seen = {own.constants}
     for tile in dict.fromkeys([*tiles.listed(), *itertools.product(*tiles.tried.values())]):
         if tiles.possible(tiles.tile(tile), problem):
             (other,) = plans(problem, arch, of, family, {family: tile})
-            if other and other.constants not in seen and _resident(other, arch):
+            if other and other.constants not in seen and _has(other, tiles, tile) and _resident(other, arch):
                 seen.add(other.constants)
                 yield Trial(tile, other)
+
+
+def _has(chosen: KernelPlan, tiles: Tiles[Any], tile: Sequence[int]) -> bool:
+    """One that does not fit leads to what the table has."""
+    constants = dict(chosen.constants)
+    return all(constants.get(name.upper(), n) == n for name, n in zip(tiles.tried, tile))
 
 
 def _resident(chosen: KernelPlan, arch: Arch) -> bool:
