@@ -135,6 +135,7 @@ def as_good_as_rounding(actual: np.ndarray, exact: np.ndarray) -> bool:
     """Whether `assert_as_good` lets this pass whatever own precision does: by what it costs to round `exact` once."""
     if actual.shape != exact.shape:
         return False
+    actual, exact = np.atleast_1d(actual, exact)
     with np.errstate(all="ignore"):
         worst, some = np.float64(0), max(1, PIECE * len(actual) // max(1, actual.size))
         for n in range(0, len(actual), some):

@@ -221,6 +221,13 @@ def test_normal_numbers_are_pieces_of_a_table() -> None:
     assert Windows((4,)).standard_normal((3, 2)).all()
 
 
+def test_a_number_alone_is_as_good_as_rounding() -> None:
+    """Of an array without axes."""
+    exact = np.array(-9.42375572)
+    assert as_good_as_rounding(exact.astype(np.float16), exact)
+    assert not as_good_as_rounding(np.array(-9.5, np.float16), exact)
+
+
 @pytest.mark.parametrize("finite", [True, False])
 def test_sums_over_what_is_visible(finite: bool, rng: np.random.Generator) -> None:
     """As term by term, whatever is not finite."""
