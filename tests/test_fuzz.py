@@ -25,7 +25,7 @@ import pytest
 import ragged
 import semantics
 from backends import CPU, Backend, apart, pairs
-from criterion import ByLuck, as_good_as_rounding, assert_as_good
+from criterion import ByLuck, as_good_as_rounding, assert_as_good, assert_mean_errors
 from reference import DTYPES, Windows, draw, state, sum_over_visible
 
 from cupyflash.gpu.device import Arch
@@ -454,3 +454,14 @@ def test_the_mean_of_heads_where_one_key_is_seen(rng: np.random.Generator) -> No
     judge("dq", dq)
     with pytest.raises(AssertionError, match="dq is off by .* in the mean"):
         judge("dq", 4 * dq)
+
+
+def test_the_mean_of_heads_whose_last_queries_alone_see_keys(rng: np.random.Generator) -> None:
+    """Rows of 0 make a mean of few numbers no surer; where results are not 0 there, they count."""
+    exact = rng.standard_normal((1, 90, 2, 229))
+    exact[:, :80] = 0
+    off = 1e-2 * rng.standard_normal(exact.shape) * (exact != 0)
+    assert_mean_errors((exact + 3 * off).astype(np.float16), exact, exact + off, "dq")
+    for actual in (exact + 1e-2 * rng.standard_normal(exact.shape), exact + 3e-2):
+        with pytest.raises(AssertionError, match="dq is off by .* in the mean"):
+            assert_mean_errors(actual.astype(np.float16), exact, exact + 1e-3 * off, "dq")
