@@ -16,7 +16,7 @@ from rounding import rounded_to, widened
 
 from cupyflash.problem import AttentionProblem
 
-FEW_NUMBERS = 4096  # of a head: fewer do not have a mean error that is no luck
+FEW_NUMBERS = 4096  # fewer do not have a mean error that is no luck
 PIECE = 2**15  # numbers at once, which caches hold
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from criterion import FEW_NUMBERS
 from frameworks import Framework, framework
 from reference import Standard, standard, state
 from rounding import FLOAT8, from_float8, to_float8, widened
@@ -237,7 +238,7 @@ class Judge:
             most = float(ml_dtypes.finfo(FLOAT8).max) / self.out_scale
             exact = exact.clip(-most, most)
         room = weighed * share
-        self.few = np.count_nonzero(room.ravel(order="K")) < 4096
+        self.few = np.count_nonzero(room.ravel(order="K")) < FEW_NUMBERS
         room += least
         size = np.abs(exact)
         self.expected, self.allowed = exact, size + room

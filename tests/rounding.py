@@ -14,7 +14,7 @@ _FEW = 4096  # so many are converted sooner
 
 
 def rounded_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same as x.astype(dtype).astype(x.dtype)."""
+    """The same as x.astype(dtype).astype(x.dtype), of float32 or float64."""
     within = dtype == np.float16 and x.size > _FEW
     if not (within and x.max() <= _LARGEST and x.min() >= -_LARGEST):  # or NaN
         return x.astype(dtype).astype(x.dtype)
