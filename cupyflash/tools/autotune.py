@@ -20,7 +20,7 @@ from .. import rules
 from ..call import Call
 from ..gpu import device, tuned
 from ..gpu.device import Arch
-from ..gpu.kernel_plan import Tiles
+from ..gpu.kernel_plan import RESERVED, Tiles
 from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
@@ -186,16 +186,15 @@ def candidates(problem: AttentionProblem, arch: Arch, of: Pass, family: str | No
 
 
 def _has(chosen: KernelPlan, tiles: Tiles[Any], tile: Sequence[int]) -> bool:
-    """One that does not fit leads to what the table has."""
+    """Whether that is its tile: one that does not fit leads to what the table has."""
     constants = dict(chosen.constants)
     return all(constants.get(name.upper(), n) == n for name, n in zip(tiles.tried, tile))
 
 
 def _resident(chosen: KernelPlan, arch: Arch) -> bool:
-    """Has a multiprocessor shared memory for as many blocks as the registers are divided among? (1 KiB each is
-    CUDA's.)"""
+    """Whether a multiprocessor has shared memory for as many blocks as the registers are divided among."""
     blocks = int(dict(chosen.constants).get("MIN_BLOCKS", 1))
-    return blocks * (max(x.shared_memory for x in chosen.launches) + 1024) <= arch.shared_memory + 1024
+    return blocks * (max(x.shared_memory for x in chosen.launches) + RESERVED) <= arch.shared_memory + RESERVED
 
 
 def _compiled(problem: AttentionProblem, of: Pass, trials: list[Trial], progress: Progress) -> Iterator[Trial]:
