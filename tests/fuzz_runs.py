@@ -74,7 +74,8 @@ def in_portions(work: list[Work], jobs: int) -> list[Work]:
 
 
 def results(run: Callable[[Work], Result], work: list[Work], jobs: int) -> Iterator[Result]:
-    """In the order in which they are done. A process for each job: those that share a GPU each have their own kinds."""
+    """In the order in which they are done. A process for each job: those that share a GPU each have their own kinds,
+    but for the last ones."""
     if jobs == 1:
         yield from map(run, work)
         return

@@ -148,7 +148,7 @@ def dead_rows(
 
 
 def spoil(rng: np.random.Generator, x: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """With what may stand anywhere in dead rows: NaN, infinities, the largest numbers."""
+    """x with what may stand anywhere in dead rows: NaN, infinities, the largest numbers. A copy, if any are."""
     if not dead.any():
         return x
     largest = float(ml_dtypes.finfo(x.dtype).max)
