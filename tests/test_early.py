@@ -58,7 +58,7 @@ def test_what_combines_shares_starts_under_what_makes_them(
     assert [x.function for x in cuda.launches] == [1000]  # in the usual way: nobody knows what is before it
     combine = plan.launches[1]
     [(function, grid, threads, shared, stream, address)] = asked
-    assert (function, grid, threads, shared, stream) == (1001, combine.grid, combine.threads, 0, 77)
+    assert (function, grid, threads, shared, stream) == (1001, combine.grid, combine.threads, combine.shared_memory, 77)
     assert address == cuda.launches[0].table
 
 

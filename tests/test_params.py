@@ -67,7 +67,7 @@ def test_the_fields_of_a_forward() -> None:
         ("unsigned", "drop_below"), ("Accum", "out_scale"), ("Accum", "near_cap_squared"), ("Accum", "near_cap_0"),
             ("Accum", "near_cap_1"), ("Accum", "near_cap_2"), ("Accum", "near_slope_1"), ("Accum", "near_slope_2"),
         ("int", "first_q"), ("int", "end_q"), ("int", "first_k"), ("int", "end_k"), ("int", "shares"),
-        ("alignas(8) unsigned", "round_keys[14]"),
+        ("int", "combine_lanes"), ("alignas(8) unsigned", "round_keys[14]"),
     ]  # fmt: skip
 
 

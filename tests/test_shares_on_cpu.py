@@ -39,7 +39,7 @@ def test_a_row_by_several_warps(case: str, rng: np.random.Generator, monkeypatch
     seen: list[KernelPlan] = []
     module = sm90_forward if family == "sm90" else sm80
     make = module.plan
-    monkeypatch.setattr(module, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+    monkeypatch.setattr(module, "plan", lambda *args, **named: seen.append(make(*args, **named)) or seen[-1])
     monkeypatch.setattr(sm90_forward_cost, "dealt", lambda *_: Dealt(5, 0))
     monkeypatch.setattr(shares, "shares", lambda *_: Dealt(5, 0))
     monkeypatch.setattr(shares, "LANES", (lanes,))
