@@ -34,6 +34,15 @@ Case = Callable[[np.random.Generator], tuple[Sequences, dict[str, Any], dict[str
 USUAL = (2, 128, 2, 1)  # warpgroups, keys, stages, blocks
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[KernelPlan]:
+    """The plans that are made."""
+    found: list[KernelPlan] = []
+    make = sm90_forward.plan
+    monkeypatch.setattr(sm90_forward, "plan", lambda *args: found.append(make(*args)) or found[-1])
+    return found
+
+
 def packed(r: np.random.Generator, queries: list[int] = QUERIES, keys: list[int] = KEYS, **how: Any) -> Sequences:
     return Sequences(r, queries, keys, **({"dtype": "float16", "dims": (64, 64)} | how))
 
@@ -110,23 +119,25 @@ MIXED: dict[str, Case] = {
         packed(r, [1, 1, 0, 3, 100], [80, 3, 9, 140, 300], heads=(4, 2), k="paged", page=32, dims=(128, 100), behind=1),
         {"causal": True, "window": (70, None)}, {"sinks": normal(r, 4)}, (2, 128, 2, 1),
     ),
-    "slopes, key mask": lambda r: (
+    "one warpgroup, slopes, key mask": lambda r: (
         packed(r, [1, 90, 1, 2, 33], [80, 97, 9, 140, 90], heads=(8, 1), k="cache", behind=1), {"causal": True},
-        {"alibi_slopes": abs(normal(r, 5, 8)), "key_mask": drawn(r, 5, 160)}, (2, 128, 4, 1),
+        {"alibi_slopes": abs(normal(r, 5, 8)), "key_mask": drawn(r, 5, 160)}, (1, 64, 3, 3),
     ),
-    "192, a window": lambda r: (
-        packed(r, [1, 70, 1], [80, 70, 9], heads=(4, 1), dims=(192, 128), behind=1), {"window": (30, 7)}, {},
+    "192, soft cap": lambda r: (
+        packed(r, [1, 70, 1], [80, 70, 9], heads=(4, 1), dims=(192, 128), behind=1), {"softcap": 5.0}, {},
         (2, 80, 2, 1),
     ),
 }  # fmt: skip
 
 
 @cases(MIXED, "a prompt beside tokens")
-def test_heads_share_tiles_of_many(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where some sequences have several tiles of all heads that share K and V, others a row of one."""
-    seen: list[KernelPlan] = []
-    make = sm90_forward.plan
-    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
+def test_heads_share_tiles_of_many(
+    case: str, seen: list[KernelPlan], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some sequences have several tiles of all heads that share K and V, others a row of one.
+
+    To the bit as alone, with as many heads in a tile: the rows of a warp have a say in them."""
+    monkeypatch.setattr(sm90_forward_cost, "mixed", lambda problem, _: problem.group)
     of, options, others, tile = MIXED[case](rng)
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
     assert dict(seen[0].constants)["PACK"] == of.heads[0] // of.heads[1]
@@ -178,11 +189,10 @@ SHARED: dict[str, Case] = {
 
 
 @cases(SHARED, "tokens on pages")
-def test_keys_in_shares(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_shares(
+    case: str, seen: list[KernelPlan], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many of each sequence; of short ones some are empty."""
-    seen: list[KernelPlan] = []
-    make = sm90_forward.plan
-    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
     monkeypatch.setattr(sm90_forward_cost, "dealt", lambda *_: Dealt(3, 0))
     monkeypatch.setattr(shares, "by_length", lambda *_: (0, 3))
     of, options, others, tile = SHARED[case](rng)
@@ -207,11 +217,10 @@ CUT: dict[str, Case] = {
 
 
 @cases(CUT, "tokens on pages")
-def test_keys_in_shares_by_length(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_shares_by_length(
+    case: str, seen: list[KernelPlan], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tile of keys each, so that long sequences have many; alone each is cut in as many."""
-    seen: list[KernelPlan] = []
-    make = sm90_forward.plan
-    monkeypatch.setattr(sm90_forward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
     for name, tiles in (("LENGTH_TILES", 1), ("LONG_TILES", 2)):
         monkeypatch.setattr(shares, name, tiles)
     of, options, others, tile = CUT[case](rng)
