@@ -66,21 +66,26 @@ def lognormal(n: int, median: float, sigma: float, least: int, most: int) -> tup
     return tuple(int(min(most, max(least, draw.lognormvariate(math.log(median), sigma)))) for _ in range(n))
 
 
+def _tokens(batch: int, keys: int, heads: int, heads_k: int, dim: int) -> tuple[str, Call]:
+    """A token of each sequence, on keys of one length: its row's name, and the call."""
+    call = Call("dense", (1,) * batch, (keys,) * batch, heads, heads_k, dim)
+    return f"{batch}x{keys}-{heads}/{heads_k}-d{dim}", call
+
+
 _LLAMA = 32, 8, 128  # heads, heads of keys, dimension
-_DENSE = {
-    f"{batch}x{keys}-{heads}/{heads_k}-d{dim}": Call("dense", (1,) * batch, (keys,) * batch, heads, heads_k, dim)
-    for (heads, heads_k, dim), (batch, keys) in itertools.product(
+_DENSE = dict(
+    _tokens(*lengths, *sizes)
+    for sizes, lengths in itertools.product(
         (_LLAMA, (32, 1, 128), (32, 32, 128), (64, 8, 64)),
         ((1, 16384), (1, 131072), (16, 4096), (16, 16384), (64, 4096)),
     )
-}
-_ALONE = {
-    f"{batch}x{keys}-{heads}/{heads_k}-d{dim}": Call("dense", (1,) * batch, (keys,) * batch, heads, heads_k, dim)
-    for batch, keys, heads, heads_k, dim in (
+)
+_ALONE = dict(
+    _tokens(*x) for x in (
         (1, 8192, 32, 1, 128), (4, 8192, 32, 1, 128), (1, 60000, 8, 1, 128), (1, 4096, 32, 8, 128),
         (2, 8192, 32, 8, 128), (1, 16384, 16, 1, 64), (1, 32768, 16, 2, 256),
     )
-}  # fmt: skip
+)  # fmt: skip
 _RAGGED = {
     name: Call("caches", (1,) * len(keys), keys, *sizes)
     for name, keys, sizes in (
@@ -112,17 +117,18 @@ _PACKED = {
         "short": lognormal(512, 28, 0.6, 8, 96),
     }.items()
 }
+_CHUNK = Call("packed", (2048, *(1,) * 31), (16384, *(4096,) * 31), *_LLAMA)
 _TOKENS = lognormal(125, 2000, 0.8, 16, 8192)
 _MIXED = {
-    "chunk": Call("packed", (2048, *(1,) * 31), (16384, *(4096,) * 31), *_LLAMA),
-    "chunk-last": Call("packed", (*(1,) * 31, 2048), (*(4096,) * 31, 16384), *_LLAMA),
+    "chunk": _CHUNK,
+    "chunk-last": _CHUNK._replace(queries=_CHUNK.queries[::-1], keys=_CHUNK.keys[::-1]),
     "chunk-many": Call("packed", (1024, 700, 300, *(1,) * 125), (9000, 700, 3000, *_TOKENS), *_LLAMA),
-    "chunk-d64": Call("packed", (2048, *(1,) * 31), (16384, *(4096,) * 31), 64, 8, 64),
+    "chunk-d64": _CHUNK._replace(heads=64, dim=64),
 }
+_PROMPTED = lognormal(60, 200, 0.9, 8, 1500)
 _PROMPTS = {
-    f"prompts-d{dim}": Call("packed", rows, rows, heads, 8, dim)
+    f"prompts-d{dim}": Call("packed", _PROMPTED, _PROMPTED, heads, 8, dim)
     for dim, heads in ((128, 32), (64, 32), (96, 64))
-    for rows in (lognormal(60, 200, 0.9, 8, 1500),)
 }
 _IN_PAGES = {"16x4096": (4096,) * 16, "64x4096": (4096,) * 64, "ragged": _RAGGED["ragged-64"].keys}
 _PAGED = {
