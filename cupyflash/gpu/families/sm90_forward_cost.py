@@ -7,7 +7,7 @@ from ..device import Arch
 from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
-from .sm90_forward_tiles import NARROW, PACKED, PACKS, PAIR, SMALL, ForwardTile, choices, pack_of, tiles_of
+from .sm90_forward_tiles import NARROW, PACKED, PACKS, PAIR, SMALL, ForwardTile, busy, choices, pack_of, tiles_of
 from .sm90_memory import padded, paired, value_parts
 
 RATE, SCORE_SECONDS, LEAST_SECONDS = (
@@ -60,16 +60,18 @@ def paired_blocks(problem: AttentionProblem, likely: AttentionProblem, arch: Arc
 
 def mixed(problem: AttentionProblem, arch: Arch) -> int:
     """Of how many heads that share K and V a tile has rows, where queries are packed and sequences differ, as a prompt
-    beside tokens: at the end of each half of a tile is empty in the mean, and that the less often the fewer of its rows
-    are of one head. 1: of one, or of as many as `pack_of` says."""
+    beside tokens. The last tile of each is half empty in the mean, and the fewer of its rows are of one head, the fewer
+    are in vain. 1: of one head, or of as many as `pack_of` says."""
     rows_q, batch = problem.rows_q, max(1, problem.batch)
     if rows_q is None or problem.dtype == FLOAT8 or paired(problem) or problem.block_mask is not None:
         return 1
     pack = next((n for n in PACKS if problem.group % n == 0), 1)
-    few = min(problem.seq_q, problem.max_seqlen_q or problem.seq_q) * pack <= 64
-    if problem.dropout or few or rows_q % batch == 0:  # (they are as long as each other, most likely)
+    longest = min(problem.seq_q, problem.max_seqlen_q or problem.seq_q)
+    # As long as each other, most likely: rows are shared out evenly, and the hint, a power of two, is the next one.
+    alike = rows_q % batch == 0 and (problem.max_seqlen_q is None or longest * batch < 2 * rows_q)
+    if problem.dropout or longest * pack <= PAIR.rows or alike:
         return 1
-    rows = SMALL.rows if max(padded(problem)) <= SMALL.dim else PACKED[0].rows
+    rows = SMALL.rows if max(padded(problem)) <= SMALL.dim and not busy(problem) else PACKED[0].rows
     mean, heads = rows_q / batch / rows, batch * problem.heads_q
     many = heads * (mean + 0.5 / pack) >= arch.sms
     return pack if many and mean + 0.5 >= MIXED_GAIN * (mean + 0.5 / pack) else 1
