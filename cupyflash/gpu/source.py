@@ -83,10 +83,11 @@ def inlined(name: str) -> str:
 
 
 @functools.cache
-def code_digest(name: str) -> str:
-    """SHA-256 over the code of a kernel file and of what it includes: comments, and where a line stands, do not
-    count."""
-    lines = (line.partition("//")[0].split() for line in inlined(name).splitlines())
+def code_digest(family: str, of: str) -> str:
+    """SHA-256 over the code of the kernel files that a family has for a pass, and of what they include: comments, and
+    where a line stands, do not count."""
+    names = sorted(f"{family}/{path.name}" for path in (kernels_folder() / family).glob(f"*{of}.cu"))
+    lines = (line.partition("//")[0].split() for name in names for line in inlined(name).splitlines())
     return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
 
 

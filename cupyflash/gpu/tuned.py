@@ -1,7 +1,8 @@
 """What `cupyflash tune` found on this machine: a small JSON in the user's configuration folder, read once per process.
 
-It holds tiles, each with the digest of the code of the kernel that was timed: one of another kernel is left alone, as a
-file is that cannot be read. The tables of gpu/families are used then, and `explain` tells.
+It holds tiles, each with the digest of the code of the kernels that were timed, its own and the one that a call takes
+without it: one of other kernels is left alone, as a file is that cannot be read. The tables of gpu/families are used
+then, and `explain` tells.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Tuned:
     deterministic: bool
     seq_q: int  # lengths up to this power of two, and above half of it
     seq_k: int
-    kernel: str  # the digest of its code
+    kernel: str  # the digest of the code of its pass
     tile: tuple[int, ...]
     ms: float = 0.0  # what was measured, and with the table's own tile
     table_ms: float = 0.0
@@ -62,7 +63,7 @@ def entry(problem: AttentionProblem, arch: Arch, family: str, of: Pass, tile: tu
     return Tuned(
         arch.name, arch.sms, family, of.name, problem.dtype, problem.dim, problem.dim_v, banded,
         asked, problem.deterministic, _power(problem.seq_q), _power(problem.seq_k),
-        code_digest(f"{family}/{of}.cu"), tile,
+        code_digest(family, of.name), tile,
     )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def stored() -> Stored:
         rows = [_entry(row) for row in data["rows"]]
     except (AttributeError, ValueError, TypeError, KeyError, RecursionError):
         return Stored(note=f"{path()} is not a file of this version of `cupyflash tune` and is not used; {AGAIN}")
-    entries = tuple(x for x in rows if x.kernel == code_digest(f"{x.family}/{x.of}.cu"))
+    entries = tuple(x for x in rows if x.kernel == code_digest(x.family, x.of))
     left = len(rows) - len(entries)
     was = f"1 tile in {path()} was" if left == 1 else f"{left} tiles in {path()} were"
     note = f"{was} tuned for other kernels than these, and not used; {AGAIN}"
