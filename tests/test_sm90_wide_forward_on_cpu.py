@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cuda_on_cpu import cases, needs_compiler
-from on_cpu import check
+from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
+from on_cpu import Guarded, check, run
+from reference import state
 from score_functions import relative
 
 from cupyflash.gpu.device import Arch
+from cupyflash.gpu.plan import plan
+from cupyflash.gpu.source import generate
 
 pytestmark = needs_compiler
 
@@ -40,3 +44,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @cases(CASES, "causal", "key-mask")
 def test_on_cpu(case: str, rng: np.random.Generator) -> None:
     check("sm90", TWO if case == "many-tiles" else GPU, rng, *CASES[case], backward=False)
+
+
+LAST_ROUND = """
+extern "C" __global__ void attention_last_round(const Params p) {
+    TileSchedule schedule(p);
+    p.lse[0] = schedule.total() - schedule.rounds * schedule.together * schedule.tiles;
+}
+"""
+
+
+def test_the_last_round_has_two_tiles_for_each_cluster() -> None:
+    """Not for each of its blocks."""
+    arrays = {name: np.empty((1, 2048, heads, 384), "f2") for name, heads in zip("qkv", (56, 7, 7))}
+    problem = state(**arrays, causal=True)
+    made = plan(problem, Arch.of("sm_90a"), family="sm90")
+    [library] = compile_all(as_cpp(generate(made) + LAST_ROUND, ["attention_last_round"]))
+    clusters = made.launches[0].grid // 2
+    made = replace(made, launches=(replace(made.launches[0], name="attention_last_round", threads=32),))
+    given = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in arrays.items()}
+    given |= {"out": Guarded(arrays["q"].shape, "f2"), "lse": Guarded((1, 56, 2048), "f4")}
+    run(library, made, problem, given, False, 2)
+    assert 2 * clusters <= given["lse"].array.ravel()[0] < 4 * clusters

@@ -15,15 +15,15 @@ struct Tile {
 };
 
 // Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.
-// Where later tiles see more keys, heads are worked on in rounds.
-template <int ROWS, int PACK>
+// Where later tiles see more keys, heads are worked on in rounds. Workers are of BLOCKS thread blocks.
+template <int ROWS, int PACK, int BLOCKS = 1>
 struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it. Heads of a few tiles wait
     // for memory rather than for products: of half as many, so that long tiles of some are beside short ones of others.
     static constexpr long long CACHE = 16 << 20;
     static constexpr int FEW_TILES = 8;
-    // Tiles of the last round for each thread block, at least: with few the end would come to some sooner than to
-    // others. But no more than twice the cache asks for it. (Less than a round comes on top.)
+    // Tiles of the last round for each worker, at least: with few the end would come to some sooner than to others.
+    // But no more than twice the cache asks for it. (Less than a round comes on top.)
     static constexpr int LAST = 2;
 
     int packs;                 // of the heads that share K and V
@@ -34,9 +34,10 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     __device__ PackSchedule(const Params& p)
         : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING>(p), packs(tiles_in(group_of(p), PACK)) {
         heads = p.heads_k * packs;
+        int workers = gridDim.x / BLOCKS;
         together = heads_in(of_sequence() > FEW_TILES ? CACHE : CACHE / 2);
         if (walk::GROWING)
-            rounds = max(0, heads * entries() - min(tiles_in(LAST * gridDim.x, of_sequence()), heads_in(2 * CACHE))) /
+            rounds = max(0, heads * entries() - min(tiles_in(LAST * workers, of_sequence()), heads_in(2 * CACHE))) /
                      together;
     }
 

@@ -24,7 +24,7 @@ constexpr int V_PIECES = OWN_KEYS / V_KEYS;         // of the block's own keys, 
 // Whether V may hold anything where key_mask hides keys.
 constexpr bool CLEARS = KEY_MASK;
 
-using TileSchedule = PackSchedule<ROWS, 1>;
+using TileSchedule = PackSchedule<ROWS, 1, CLUSTER>;
 using TileWalk = KeyWalk<KEYS, ROWS>;
 
 using QTile = SwizzledTile<ROWS, DIM>;
