@@ -15,11 +15,12 @@ static_assert(!(SHIFTS || walk::LISTED || MASK || BIAS || ADDS || BATCH_INVARIAN
 constexpr int WARPGROUPS = ROWS / 64, THREADS = 128 * (1 + WARPGROUPS);
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-constexpr int OWN_KEYS = KEYS / 2;                  // of a tile, those of which a block computes S
-constexpr int COLUMNS = DIM_V / 2;                  // of O, those of a block
-constexpr int K_COLUMNS = 128, V_KEYS = 32;         // of a piece
+constexpr int COLUMNS = DIM_V / CLUSTER;            // of O, those of a block
 constexpr int K_PIECES = tiles_in(DIM, K_COLUMNS);  // of the block's own keys
 constexpr int V_PIECES = OWN_KEYS / V_KEYS;         // of the block's own keys, and as many of the other's
+
+static_assert(CLUSTER * OWN_KEYS == KEYS && OWN_KEYS % V_KEYS == 0);
+static_assert(STAGES >= 2 * V_PIECES, "of a tile all pieces of V are held at once");
 
 // Whether V may hold anything where key_mask hides keys.
 constexpr bool CLEARS = KEY_MASK;

@@ -12,8 +12,9 @@ from .sm90_forward_tiles import busy
 from .sm90_memory import SPLIT_FROM, WIDEST_BACKWARD, common, dots, paired
 
 ROWS, KEYS, CLUSTER = 128, 128, 2
-PIECE = 128 * 128  # bytes of a piece of K or V
-V_KEYS = 32  # of one
+OWN_KEYS = KEYS // CLUSTER  # of a tile, those of which a block computes S
+K_COLUMNS, V_KEYS = 128, 32  # of a piece of K, which has all own keys, and of V, which has all own columns
+PIECE = 2 * OWN_KEYS * K_COLUMNS  # bytes of the larger
 # What else there is in shared memory: P that is sent, two numbers for each row, barriers and notes.
 SENT, NUMBERS, BARRIERS = ROWS * KEYS // 2 * 2, 2 * 4 * ROWS, 512
 SPILLS = 168  # bytes, with scores: of slopes under a soft cap
@@ -30,7 +31,7 @@ def objection(problem: AttentionProblem, arch: Arch) -> str | None:
         return "takes no lengths or places that are data, and no batch_invariant=True"
     if paired(problem) or problem.block_mask is not None:
         return "takes no arrays over pairs, and no block mask"
-    if _stages(problem, arch) < 2 * KEYS // (2 * V_KEYS):
+    if _stages(problem, arch) < KEYS // V_KEYS:
         return f"has no room in {arch.shared_memory} bytes of shared memory"
     fit = sm90_forward.fit(problem, arch, None)
     if fit is not None and (fit.pack > 1 or sm90_forward_cost.dealt(problem, fit.tile, 1, arch).number > 1):
@@ -52,6 +53,7 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     constants = (
         ("DIM", dim), ("DIM_V", CLUSTER * columns), dots(problem)[0], ("ROWS", ROWS), ("KEYS", KEYS),
         ("STAGES", stages), ("CLUSTER", CLUSTER), ("SHARED_MEMORY", size), *features(problem),
+        ("OWN_KEYS", OWN_KEYS), ("K_COLUMNS", K_COLUMNS), ("V_KEYS", V_KEYS),
     )  # fmt: skip
     grid = CLUSTER * min(tiles, clusters)
     return KernelPlan(
@@ -60,7 +62,7 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
         launches=(Launch("attention_forward", grid, 3 * 128, size, waits=True),),
         workspace=(Workspace("counters", "uint32", (3 if dynamic else 0,)),),
         spills=busy(problem) * SPILLS,
-        maps=(Box("q", 64), Box("k", KEYS // 2), Box("v", V_KEYS)),
+        maps=(Box("q", 64), Box("k", OWN_KEYS), Box("v", V_KEYS)),
         out_dtype=problem.out_dtype,
     )
 
