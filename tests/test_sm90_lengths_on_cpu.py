@@ -410,3 +410,9 @@ def test_shares_leave_no_more_than_there_is_room_for(rows: int) -> None:
     made = plan(replace(tokens, given=(offsets, *tokens.given)), Arch.of("sm_90a"), FORWARD, "sm90")
     assert dict(made.constants)["SHARES"] == (rows == 8)
     assert sum(x.nbytes for x in made.workspace) < 1.02 * shares.MOST_LEFT
+
+
+def test_shares_of_float64_leave_twice_as_much() -> None:
+    tokens = replace(cached(64, 2**17, (4, 4), seq_q=16), dtype="float64")
+    made = plan(tokens, Arch.of("sm_80"), FORWARD, "sm80")
+    assert 0.5 * shares.MOST_LEFT < sum(x.nbytes for x in made.workspace) < 1.02 * shares.MOST_LEFT

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ...problem import AttentionProblem
+from ...problem import ITEMSIZE, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import RESERVED, Launch, Workspace, ceil, query_numbers
 from ..measured import number
@@ -54,8 +54,8 @@ class Tiles(NamedTuple):
 def shares(problem: AttentionProblem, tiles: Tiles, sms: int) -> Dealt:
     """In how many shares that is done soonest."""
     visits = _visits(problem, tiles.rows, tiles.keys)
-    most = min(visits.most, MOST, max(1, MOST_LEFT // max(1, _left(problem)))) if problem.seq_k >= LONG_KEYS else 1
-    times = [_seconds(problem, tiles, visits, sms, n) for n in range(1, most + 1)]
+    many = min(visits.most, MOST, most(problem)) if problem.seq_k >= LONG_KEYS else 1
+    times = [_seconds(problem, tiles, visits, sms, n) for n in range(1, many + 1)]
     best = next(n for n, x in enumerate(times, 1) if x <= 1.02 * min(times))  # the fewest
     if times[best - 1] >= GAIN * times[0]:
         return Dealt(1, times[0])
@@ -94,8 +94,7 @@ def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, pa
     if parts == 1 and expected <= LONG_TILES:
         return 0, 1
     size = min(FEW_TILES, ceil(expected, parts)) if parts > 1 else LENGTH_TILES
-    most = MOST_LEFT // max(1, _left(problem))
-    while size < tiles and ceil(tiles, size) > most:
+    while size < tiles and ceil(tiles, size) > most(problem):
         size *= 2
     return (size, ceil(tiles, size)) if size < tiles else (0, parts)
 
@@ -103,6 +102,12 @@ def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, pa
 def _left(problem: AttentionProblem) -> int:
     """Bytes of a share's results."""
     return 4 * problem.batch * problem.heads_q * problem.seq_q * problem.dim_v
+
+
+def most(problem: AttentionProblem) -> int:
+    """Of how many shares the results have room in memory: of all rows, of which hints may say that few are filled."""
+    share = ITEMSIZE[problem.lse_dtype] * math.prod(query_numbers(problem)) * problem.dim_v
+    return max(1, MOST_LEFT // max(1, share))
 
 
 class Visits(NamedTuple):
@@ -134,11 +139,6 @@ def seen(problem: AttentionProblem, rows: int, keys: int) -> list[int]:
 
     tiles = ceil(problem.seq_q, rows)
     return [visits(n * rows) for n in range(tiles - 1, -1, -max(1, tiles // SAMPLES))]
-
-
-def most(problem: AttentionProblem) -> int:
-    """Of how many shares the results have room in memory: of all rows, of which hints may say that few are filled."""
-    return max(1, MOST_LEFT // max(1, 4 * math.prod(query_numbers(problem)) * problem.dim_v))
 
 
 def left(problem: AttentionProblem, n: int, dim_v: int) -> tuple[Workspace, ...]:
