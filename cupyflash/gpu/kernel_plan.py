@@ -12,6 +12,7 @@ from ..blockmask.tile_lists import ListUse
 from ..passes import Pass
 from ..problem import ARRAYS, AXES, ITEMSIZE, OPTIONS, AttentionProblem, Given
 from ..score import Score
+from .device import Arch
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
@@ -233,6 +234,11 @@ def key_numbers(problem: AttentionProblem) -> tuple[int, int]:
     """The same for each key of each of its heads."""
     packed = problem.rows_k
     return (problem.batch * problem.heads_k, problem.seq_k) if packed is None else (problem.heads_k, packed)
+
+
+def room(arch: Arch, blocks: int) -> int:
+    """Bytes of shared memory that each of so many thread blocks of a multiprocessor can have."""
+    return (arch.shared_memory + RESERVED) // blocks - RESERVED
 
 
 def ceil(n: int, step: int) -> int:

@@ -20,7 +20,7 @@ from .. import rules
 from ..call import Call
 from ..gpu import device, tuned
 from ..gpu.device import Arch
-from ..gpu.kernel_plan import RESERVED, Tiles
+from ..gpu.kernel_plan import Tiles, room
 from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
@@ -194,7 +194,7 @@ def _has(chosen: KernelPlan, tiles: Tiles[Any], tile: Sequence[int]) -> bool:
 def _resident(chosen: KernelPlan, arch: Arch) -> bool:
     """Whether a multiprocessor has shared memory for as many blocks as the registers are divided among."""
     blocks = int(dict(chosen.constants).get("MIN_BLOCKS", 1))
-    return blocks * (max(x.shared_memory for x in chosen.launches) + RESERVED) <= arch.shared_memory + RESERVED
+    return max(x.shared_memory for x in chosen.launches) <= room(arch, blocks)
 
 
 def _compiled(problem: AttentionProblem, of: Pass, trials: list[Trial], progress: Progress) -> Iterator[Trial]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...problem import ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import RESERVED, Launch, Workspace, ceil, query_numbers
+from ..kernel_plan import Launch, Workspace, ceil, query_numbers, room
 from ..measured import number
 
 COMBINE_SECONDS, SHARE_SECONDS = number("shares.combine"), number("shares.share")
@@ -172,5 +172,5 @@ def combine(of: Combined, n: int, arch: Arch, waits: bool) -> tuple[Launch, ...]
         return ()
     blocks = ceil(of.warps, 4)
     spread = waits and blocks <= SPREAD * arch.sms
-    apart = spread * (arch.shared_memory // (SPREAD * ceil(blocks, arch.sms)) - RESERVED)
+    apart = spread * room(arch, SPREAD * ceil(blocks, arch.sms))
     return (Launch("attention_combine", blocks, 128, apart, waits=waits),)

@@ -24,6 +24,7 @@ from ..kernel_plan import (
     pad,
     query_numbers,
     query_tiles,
+    room,
 )
 from ..measured import number
 from ..score_gradient import score_work
@@ -74,8 +75,7 @@ def _fitting(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int
         size = shared_memory(t, problem, of)
         if (
             t.size in (None, ITEMSIZE[problem.dtype]) and max(t.dims(problem, of)) <= t.dim and seq_q <= t.seq_q
-            and size <= arch.shared_memory and (t.size is None
-            or t.min_blocks * (size + 1024) <= arch.shared_memory + 1024)
+            and size <= room(arch, 1 if t.size is None else t.min_blocks)
         ):  # fmt: skip
             return t
     return None

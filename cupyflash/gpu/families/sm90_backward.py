@@ -20,6 +20,7 @@ from ..kernel_plan import (
     key_tiles,
     pad,
     query_tiles,
+    room,
     scored,
 )
 from . import sm90_backward_cost as cost
@@ -33,7 +34,7 @@ from .sm90_backward_tiles import (
     has_all_keys,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, room
+from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence

@@ -10,8 +10,8 @@ from ...blockmask.tile_lists import ListUse
 from ...passes import BACKWARD_JVP
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad
-from .sm90_memory import BARRIERS, common, dots, padded, room
+from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, room
+from .sm90_memory import BARRIERS, common, dots, padded
 
 NUMBERS = 4  # of each query: lse, delta and their tangents
 CACHE = 16 << 20  # bytes of the L2 cache that what visits the tiles of heads dealt out together takes

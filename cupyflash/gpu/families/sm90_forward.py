@@ -11,7 +11,7 @@ from ...blockmask.tile_lists import ListUse
 from ...passes import FORWARD
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, lists, pad
+from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, lists, pad, room
 from . import shares
 from . import sm90_forward_cost as cost
 from .likely import as_dense
@@ -29,7 +29,7 @@ from .sm90_forward_tiles import (
     tiles_of,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, room, value_parts
+from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, value_parts
 
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile, and of the one before

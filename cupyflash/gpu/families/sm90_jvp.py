@@ -11,9 +11,9 @@ from ...blockmask.tile_lists import ListUse
 from ...passes import JVP
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, scored
+from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, room, scored
 from ..measured import number
-from .sm90_memory import BARRIERS, PairTiles, common, dots, padded, pair_stages, room
+from .sm90_memory import BARRIERS, PairTiles, common, dots, padded, pair_stages
 
 
 @dataclass(frozen=True)

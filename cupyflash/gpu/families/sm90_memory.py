@@ -8,7 +8,7 @@ from typing import Any
 from ...passes import Pass
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import PAIRWISE, RESERVED, Box, ceil, pad
+from ..kernel_plan import PAIRWISE, Box, ceil, pad
 
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; TMA fills in zeros
 WIDEST = (576, 512)  # columns of Q and K, and of V, of the forward of 16 bits; elsewhere as many as the last of these
@@ -57,11 +57,6 @@ def dots(problem: AttentionProblem) -> tuple[tuple[str, int], ...]:
 def pair_stages(problem: AttentionProblem) -> tuple[int, ...]:
     """How many tiles of mask and bias may be in flight, what is best first."""
     return PAIR_STAGES if paired(problem) else (1,)
-
-
-def room(arch: Arch, blocks: int) -> int:
-    """Bytes of shared memory that each of so many thread blocks of a multiprocessor can have."""
-    return (arch.shared_memory + RESERVED) // blocks - RESERVED
 
 
 def paired(problem: AttentionProblem) -> list[str]:
