@@ -15,21 +15,21 @@ __device__ inline long long share_row(const Params& p, int share, long long row)
     return Sequence::all_query_numbers(p, share) + row;
 }
 
-// What the parts of a row weigh in it, as a warp finds it: of part n exp(lse(n) - lse); `count()`: how many there are.
+// What the `count` parts of a row weigh in it, as a warp finds it: of part n exp(lse(n) - lse).
 struct PartWeights {
     Accum top, sum = 0, inverse;
 
-    template <class Count, class F>
-    __device__ PartWeights(const Params& p, const Head& head, Count count, F lse) {
+    template <class F>
+    __device__ PartWeights(const Params& p, const Head& head, int count, F lse) {
         int lane = threadIdx.x % 32;
         Accum alone = MINUS_INFINITY;
         if constexpr (SINKS) alone = Pairs(p, head).sink(head.q);
         top = alone;
-        for (int n = lane; n < count(); n += 32) top = larger(top, lse(n));
+        for (int n = lane; n < count; n += 32) top = larger(top, lse(n));
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) top = larger(top, __shfl_xor_sync(~0u, top, step));
         if (top == MINUS_INFINITY) top = 0;  // no part has a key that the query sees
-        for (int n = lane; n < count(); n += 32) sum += relative(lse(n));
+        for (int n = lane; n < count; n += 32) sum += relative(lse(n));
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
         if constexpr (SINKS) sum += relative(alone);
@@ -44,15 +44,15 @@ struct PartWeights {
 };
 
 // Part `part` of a row of COLUMNS, by a warp: LANES of it have 4 columns each, of one share, the next ones of the next
-// share, and so on. of(head): how many there are of its keys.
-template <int COLUMNS, int LANES, class F>
-__device__ inline void combine_shares(const Params& p, long long row, int part, F of) {
+// share, and so on.
+template <int COLUMNS, int LANES>
+__device__ inline void combine_shares(const Params& p, long long row, int part) {
     static_assert(COLUMNS % 4 == 0);
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
-    int shares = of(head), lane = threadIdx.x % 32, col = 4 * (part * LANES + lane % LANES);
+    int shares = shares_of(p, head), lane = threadIdx.x % 32, col = 4 * (part * LANES + lane % LANES);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
-    PartWeights weight(p, head, [&] { return shares; }, lse);
+    PartWeights weight(p, head, shares, lse);
     if (p.lse != nullptr && part == 0 && lane == 0) p.lse[row] = weight.lse();
 
     struct alignas(16) Four {
@@ -91,9 +91,8 @@ template <int COLUMNS, int LANES>
 __device__ inline void combine_by_lanes(const Params& p) {
     constexpr int PARTS = tiles_in(COLUMNS, 4 * LANES);
     long long warp = blockIdx.x * 4ll + threadIdx.x / 32;
-    auto of = [&](const Head& head) { return shares_of(p, head); };
     if (warp / PARTS < Sequence::all_query_numbers(p))
-        combine_shares<COLUMNS, LANES>(p, warp / PARTS, int(warp % PARTS), of);
+        combine_shares<COLUMNS, LANES>(p, warp / PARTS, int(warp % PARTS));
 }
 template <int COLUMNS>
 __device__ inline void combine_all_shares(const Params& p, int lanes) {

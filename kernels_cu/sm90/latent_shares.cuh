@@ -64,7 +64,7 @@ template <class F>
 __device__ void combine_stripe(const Params& p, const Head& head, int query, int stripe, int parts, F at) {
     int lane = threadIdx.x % 32;
     auto lse = [&](int n) { return p.share_lse[at(n)]; };
-    PartWeights weight(p, head, [&] { return parts; }, lse);
+    PartWeights weight(p, head, parts, lse);
     if (p.lse != nullptr && lane == 0 && stripe == 0) p.lse[head.row_number(p, query)] = weight.lse();
 
     int column = stripe * STRIPE + 4 * lane;
@@ -116,7 +116,7 @@ __device__ inline void combine_by_shares(const Params& p, long long row, int blo
     QueryOf at = Sequence::numbered_query(p, row);
     Head head = Head::of_q(p, at.batch, at.head);
     auto lse = [&](int n) { return p.share_lse[share_row(p, n, row)]; };
-    PartWeights weight(p, head, [&] { return shares; }, lse);
+    PartWeights weight(p, head, shares, lse);
     if (p.lse != nullptr && block == 0 && threadIdx.x == 0) p.lse[row] = weight.lse();
 
     float4 result{0, 0, 0, 0};
