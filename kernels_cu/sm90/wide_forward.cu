@@ -75,15 +75,13 @@ struct Consumer {
         for_constants<K_PIECES>([&](auto piece) {
             constexpr int N = piece.value, FIRST = N * K_COLUMNS;
             ring.wait_full();
-            if constexpr (FIRST < DOT) {
-                QTile q = s.q();
-                KPiece k{s.piece(ring.stage)};
-                mark_changed(q.base);  // else the addresses of all operands are kept from tile to tile
-                constexpr int COUNT = DOT - FIRST < K_COLUMNS ? DOT - FIRST : K_COLUMNS;
-                start_product<COUNT, N != 0, 0, 0>(
-                    scores, [&](int i) { return q.along_rows(first_row, FIRST / 16 + i); },
-                    [&](int i) { return k.along_rows(0, i); });
-            }
+            QTile q = s.q();
+            KPiece k{s.piece(ring.stage)};
+            mark_changed(q.base);  // else the addresses of all operands are kept from tile to tile
+            constexpr int COUNT = DOT - FIRST < K_COLUMNS ? DOT - FIRST : K_COLUMNS;
+            start_product<COUNT, N != 0, 0, 0>(
+                scores, [&](int i) { return q.along_rows(first_row, FIRST / 16 + i); },
+                [&](int i) { return k.along_rows(0, i); });
             ring.advance();
             if constexpr (N > 0) {
                 wgmma_wait<1>();
@@ -93,12 +91,12 @@ struct Consumer {
     }
 
     // Start O += P V of V_PIECES pieces, a group each, whose first key is number `key` of the tile.
-    __device__ void add_values(const Probabilities& x, int key, unsigned unseen) {
+    __device__ void add_values(const Probabilities& x, int key, unsigned unseen_of_v) {
 #pragma unroll
         for (int n = 0; n < V_PIECES; n++) {
             ring.wait_full();
             VPiece v{s.piece(ring.stage)};
-            if constexpr (CLEARS) clear_values(v, unseen >> (key / 32 + n));
+            if constexpr (CLEARS) clear_values(v, unseen_of_v >> (key / 32 + n));
             v = v.without_rank();
             wgmma_fence();
 #pragma unroll
@@ -108,9 +106,9 @@ struct Consumer {
         }
     }
     // Zeros in V of unseen keys, whatever the other warpgroup has done there.
-    __device__ void clear_values(VPiece v, unsigned unseen) const {
+    __device__ void clear_values(VPiece v, unsigned unseen_of_v) const {
         static_assert(V_KEYS == 32);
-        DeadRows<V_KEYS> dead([&](int) { return unseen & 1; });
+        DeadRows<V_KEYS> dead([&](int) { return unseen_of_v & 1; });
         if (!dead.any()) return;
         dead.clear_many<4>(v, threadIdx.x / 32 % 4);
         fence_async();

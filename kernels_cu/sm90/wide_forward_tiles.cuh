@@ -141,14 +141,14 @@ struct Shared {
 };
 
 // Numbers of tiles of queries, as clusters take them: block 0 draws them and hands them on. For the warp that loads.
-struct Numbers {
+struct TileNumbers {
     const Params& p;
     const Shared& s;
     Shared::TicketRing ring;
     int total, clusters = gridDim.x / CLUSTER, number = blockIdx.x / CLUSTER;
     bool asked = false;
 
-    __device__ Numbers(const Params& p, const Shared& s, int total) : p(p), s(s), ring(s.tickets()), total(total) {}
+    __device__ TileNumbers(const Params& p, const Shared& s, int total) : p(p), s(s), ring(s.tickets()), total(total) {}
 
     // Ask for the next one: late, since clusters that had little to do so far should ask first, but before it is
     // needed.
@@ -188,7 +188,7 @@ struct Numbers {
 // The producer, a warp. K is a tile ahead of V.
 __device__ inline void load(const Params& p, const TensorMaps& maps, const Shared& s) {
     TileSchedule schedule(p);
-    Numbers numbers(p, s, schedule.total());
+    TileNumbers numbers(p, s, schedule.total());
     Shared::PieceRing ring = s.pieces();
     unsigned tiles = 0;  // so far
     auto load_piece = [&](auto piece, const TensorMap& map, InMap at) {
