@@ -34,7 +34,7 @@ from .sm90_backward_tiles import (
     has_all_keys,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages
+from .sm90_memory import BARRIERS, FEW, PairTiles, check_tiles, common, dots, padded, pair_stages
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
@@ -138,9 +138,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     all_keys, all_queries = key_tiles(problem, keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * (problem.batch if problem.rows_k is None else 1)
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
-    for name, heads, n in (("k", problem.heads_k, all_keys), ("q", problem.heads_q, all_queries)):
-        if n >= 2**30:
-            raise ValueError(f"{name} has batch {problem.batch} and {heads} heads: {n} tiles; less than 2**30 fit")
+    check_tiles("k", problem, all_keys)
+    check_tiles("q", problem, all_queries)
     shares = cost.shares(problem, t, clusters)
     together, resident = cost.dealt_out(problem, t, shares, clusters)
     summed = all_keys * cluster * t.warpgroups if shares > 1 else 0  # consumers' keys whose sums are left in memory

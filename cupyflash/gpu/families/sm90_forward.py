@@ -29,7 +29,7 @@ from .sm90_forward_tiles import (
     tiles_of,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, common, dots, padded, pair_stages, paired, value_parts
+from .sm90_memory import BARRIERS, FEW, PairTiles, check_tiles, common, dots, padded, pair_stages, paired, value_parts
 
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile, and of the one before
@@ -139,8 +139,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     # Whether warpgroups have their rows of Q each by itself. Of three the producer has no registers for it.
     own_q = q_stages == 1 and pack == 1 and t.warpgroups * t.blocks < 3
     tiles = tiles_of(problem, t, pack)
-    if tiles >= 2**30:
-        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
+    check_tiles("q", problem, tiles)
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
     parts = min(cost.dealt(likely, t, pack, arch).number, shares.most(problem))

@@ -13,7 +13,7 @@ from ...problem import AttentionProblem
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, room, scored
 from ..measured import number
-from .sm90_memory import BARRIERS, PairTiles, common, dots, padded, pair_stages
+from .sm90_memory import BARRIERS, PairTiles, check_tiles, common, dots, padded, pair_stages
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     t, staged, pairs, size = found
     dim, dim_v = padded(problem)
     tiles = problem.batch * problem.heads_q * ceil(problem.seq_q, t.rows)
-    if tiles >= 2**30:
-        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
+    check_tiles("q", problem, tiles)
     banded = problem.block_mask is not None or problem.left is not None or problem.right is not None
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = problem.seq_q <= t.rows or not (banded or problem.seq_q % t.rows)

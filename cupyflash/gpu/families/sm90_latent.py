@@ -12,7 +12,7 @@ from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, qu
 from ..measured import number
 from . import shares
 from .likely import as_dense
-from .sm90_memory import common, dots
+from .sm90_memory import check_tiles, common, dots
 
 ROWS, KEYS = 64, 64
 FEW_ROWS = 32  # heads that share keys times queries: up to so many rows are columns of S^T (latent_few.cu)
@@ -52,8 +52,7 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     span = rows // pack  # queries of each of `pack` heads
     of_keys = ceil(problem.group, pack) * ceil(problem.seq_q, span)  # tiles of queries that have the same keys
     tiles = problem.batch * problem.heads_k * of_keys
-    if tiles >= 2**30:
-        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
+    check_tiles("q", problem, tiles)
     wide, most = tiles // max(1, problem.batch), ceil(problem.seq_k, KEYS)
     stretches = (
         problem.has("seqlens_k") and problem.batch > 1 and problem.seq_q <= span and problem.left is None

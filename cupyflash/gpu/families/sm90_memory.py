@@ -33,6 +33,13 @@ def common(problem: AttentionProblem, arch: Arch, of: Pass) -> dict[str, Any]:
     }
 
 
+def check_tiles(name: str, problem: AttentionProblem, tiles: int) -> None:
+    """ValueError where all heads of q, or of k, have more tiles than the kernels have numbers for."""
+    if tiles >= 2**30:
+        heads = problem.heads_q if name == "q" else problem.heads_k
+        raise ValueError(f"{name} has batch {problem.batch} and {heads} heads: {tiles} tiles; less than 2**30 fit")
+
+
 def padded(problem: AttentionProblem) -> tuple[int, int]:
     """The head dimensions that kernels are compiled for: 32 where both are, of 16-bit numbers; that of V of one of its
     parts."""

@@ -9,7 +9,7 @@ from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, pad, query_tiles
 from . import sm90_forward, sm90_forward_cost
 from .sm90_forward_tiles import busy
-from .sm90_memory import SPLIT_FROM, WIDEST_BACKWARD, common, dots, paired
+from .sm90_memory import SPLIT_FROM, WIDEST_BACKWARD, check_tiles, common, dots, paired
 
 ROWS, KEYS, CLUSTER = 128, 128, 2
 OWN_KEYS = KEYS // CLUSTER  # of a tile, those of which a block computes S
@@ -43,8 +43,7 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     dim, columns = pad(problem.dim, 64), _columns(problem)
     banded = problem.left is not None or problem.right is not None
     tiles, clusters = query_tiles(problem, ROWS), max(1, arch.sms // CLUSTER)
-    if tiles >= 2**30:
-        raise ValueError(f"q has batch {problem.batch} and {problem.heads_q} heads: {tiles} tiles; less than 2**30 fit")
+    check_tiles("q", problem, tiles)
     # Where tiles differ in length, clusters ask for their next one.
     alike = problem.seq_q <= ROWS or not (banded or problem.seq_q % ROWS)
     dynamic = not alike and tiles > clusters
