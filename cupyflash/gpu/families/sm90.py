@@ -11,7 +11,7 @@ from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
 from . import sm90_backward, sm90_backward_jvp, sm90_forward, sm90_gradients, sm90_jvp, sm90_latent, sm90_wide_forward
-from .sm90_memory import PART, SPLIT_FROM, WIDEST, WIDEST_BACKWARD, paired, unplaced
+from .sm90_memory import PART, SPLIT_FROM, WIDEST, WIDEST_OF_CLUSTER, paired, unplaced
 
 PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
 MOVED = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
@@ -46,7 +46,7 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     for name in PAIRWISE:
         if (x := problem.array(name)) and "key" not in x.axes and problem.seq_k > 1:
             return f"takes a {name} that differs between keys"
-    most_of = {FORWARD: WIDEST, BACKWARD: WIDEST_BACKWARD}
+    most_of = {FORWARD: WIDEST, BACKWARD: WIDEST_OF_CLUSTER}
     dim, dim_v = (PART, PART) if problem.dtype == FLOAT8 else most_of.get(of, (PART, PART))
     if of is BACKWARD and PART < max(problem.dim, problem.dim_v) < SPLIT_FROM:
         return f"leaves head dimensions from {PART + 1} to {SPLIT_FROM - 1} in a {of} to sm80, which is faster there"
@@ -70,7 +70,7 @@ TILES: dict[Pass, Tiles[Any]] = {of: room.TILES for of, room in _PLANNERS.items(
 def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
     if of is FORWARD and problem.latent is not None and sm90_latent.objection(problem, arch) is None:
         return sm90_latent.plan(problem, arch)
-    if of is FORWARD and tile is None and sm90_wide_forward.objection(problem, arch) is None:
+    if of is FORWARD and tile is None and sm90_wide_forward.takes(problem, arch):
         return sm90_wide_forward.plan(problem, arch)
     made: KernelPlan = _planner(of).plan(problem, arch, tile)
     return made

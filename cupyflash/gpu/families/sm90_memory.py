@@ -13,7 +13,7 @@ from ..kernel_plan import PAIRWISE, Box, ceil, pad
 DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions are padded to one of these; TMA fills in zeros
 WIDEST = (576, 512)  # columns of Q and K, and of V, of the forward of 16 bits; elsewhere as many as the last of these
 PART = DIMS[-1]  # columns that a thread block has, at most: of V, and in the backward of all
-WIDEST_BACKWARD = (2 * PART, 2 * PART)  # of a cluster of two
+WIDEST_OF_CLUSTER = (2 * PART, 2 * PART)  # of two thread blocks, forward and backward
 SPLIT_FROM = 321  # columns: of fewer, a third or more of what its blocks compute would be padding
 FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for

@@ -9,7 +9,7 @@ from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, pad, query_tiles
 from . import sm90_forward, sm90_forward_cost
 from .sm90_forward_tiles import busy
-from .sm90_memory import SPLIT_FROM, WIDEST_BACKWARD, check_tiles, common, dots, paired
+from .sm90_memory import SPLIT_FROM, WIDEST_OF_CLUSTER, check_tiles, common, dots, paired
 
 ROWS, KEYS, CLUSTER = 128, 128, 2
 OWN_KEYS = KEYS // CLUSTER  # of a tile, those of which a block computes S
@@ -20,23 +20,20 @@ SENT, NUMBERS, BARRIERS = ROWS * KEYS // 2 * 2, 2 * 4 * ROWS, 512
 SPILLS = 168  # bytes, with scores: of slopes under a soft cap
 
 
-def objection(problem: AttentionProblem, arch: Arch) -> str | None:
-    """Why wide heads are left to the kernel whose blocks compute S again for each part of V (sm90_forward.py); None
-    where they are not."""
-    if not all(SPLIT_FROM <= n <= most for n, most in zip((problem.dim, problem.dim_v), WIDEST_BACKWARD)):
-        return f"takes head dimensions from {SPLIT_FROM} to {WIDEST_BACKWARD[0]}, not {problem.dim} and {problem.dim_v}"
+def takes(problem: AttentionProblem, arch: Arch) -> bool:
+    """Whether this kernel does. Other wide heads are left to the one whose blocks compute S again for each part of V
+    (sm90_forward.py)."""
+    if not all(SPLIT_FROM <= n <= most for n, most in zip((problem.dim, problem.dim_v), WIDEST_OF_CLUSTER)):
+        return False
     if problem.dtype == FLOAT8 or problem.widened or problem.result_dtype == FLOAT8 or problem.add:
-        return "has results of 16 bits, of inputs of as many"
+        return False  # it has results of 16 bits, of inputs of as many
     if problem.ragged or problem.shifts or problem.batch_invariant:
-        return "takes no lengths or places that are data, and no batch_invariant=True"
-    if paired(problem) or problem.block_mask is not None:
-        return "takes no arrays over pairs, and no block mask"
-    if _stages(problem, arch) < KEYS // V_KEYS:
-        return f"has no room in {arch.shared_memory} bytes of shared memory"
+        return False
+    if paired(problem) or problem.block_mask is not None or _stages(problem, arch) < KEYS // V_KEYS:
+        return False
+    # With few queries heads share a tile of them, or their keys are dealt out.
     fit = sm90_forward.fit(problem, arch, None)
-    if fit is not None and (fit.pack > 1 or sm90_forward_cost.dealt(problem, fit.tile, 1, arch).number > 1):
-        return "has too few queries: heads share a tile of them, or their keys are dealt out"
-    return None
+    return fit is None or (fit.pack == 1 and sm90_forward_cost.dealt(problem, fit.tile, 1, arch).number == 1)
 
 
 def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
