@@ -167,7 +167,7 @@ def test_hopper_forwards_own_tiles_are_possible() -> None:
     """At the most columns that a row is for."""
     own = forward.FORWARD_TILES, forward.NARROW, forward.MIDDLE, forward.WIDER, forward.FEW_KEYS, forward.PACKED
     brief = *forward.BRIEF.values(), *forward.BRIEF_KEYS.values()
-    for row in itertools.chain(*own, forward.LISTED, forward.SHORT, [forward.PAIR], *brief):
+    for row in itertools.chain(*own, forward.LISTED, forward.SHORT, [forward.TWO_BLOCKS], *brief):
         assert forward.TILES.possible(row, problem("float16", min(row.dim, 256))), row
     for row in forward.EIGHT:
         assert forward.TILES.possible(row, in_8_bits(min(row.dim, 256), "nothing", False)), row

@@ -19,9 +19,9 @@ from .sm90_forward_tiles import (
     EIGHT,
     LISTED,
     PACKED,
-    PAIR,
     SHORT,
     TILES,
+    TWO_BLOCKS,
     ForwardTile,
     busy,
     crowded,
@@ -93,7 +93,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     first = (
         (SHORT[0], *PACKED)
         if mixed > 1
-        else (*[PAIR] * cost.paired_blocks(problem, likely, arch), *PACKED)
+        else (*[TWO_BLOCKS] * cost.two_blocks(problem, likely, arch), *PACKED)
         if packed
         else SHORT[bool(paired(problem)) :]
         if short

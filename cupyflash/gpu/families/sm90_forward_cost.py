@@ -7,7 +7,7 @@ from ..device import Arch
 from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
-from .sm90_forward_tiles import NARROW, PACKED, PACKS, PAIR, SMALL, ForwardTile, busy, choices, pack_of, tiles_of
+from .sm90_forward_tiles import NARROW, PACKED, PACKS, SMALL, TWO_BLOCKS, ForwardTile, busy, choices, pack_of, tiles_of
 from .sm90_memory import padded, paired, value_parts
 
 RATE, SCORE_SECONDS, LEAST_SECONDS = (
@@ -48,14 +48,14 @@ def shared_when_packed(problem: AttentionProblem, arch: Arch) -> bool:
     return dealt(problem, t, pack_of(problem, t), arch).number > 1
 
 
-def paired_blocks(problem: AttentionProblem, likely: AttentionProblem, arch: Arch) -> bool:
+def two_blocks(problem: AttentionProblem, likely: AttentionProblem, arch: Arch) -> bool:
     """Whether tiles of which a multiprocessor has two come first, where heads share a tile with all of their queries:
     if they have room, and keys are dealt out, or lengths differ and tiles are many."""
     large = next((t for t in PACKED if max(padded(problem)) <= t.dim), PACKED[-1])
     pack = pack_of(likely, large)
     even = not problem.ragged or tiles_of(likely, large, pack) <= arch.sms
     whole = even and dealt(likely, large, pack, arch).number == 1
-    return likely.seq_q * problem.group <= PAIR.rows and not whole
+    return likely.seq_q * problem.group <= TWO_BLOCKS.rows and not whole
 
 
 def mixed(problem: AttentionProblem, arch: Arch) -> int:
@@ -69,7 +69,7 @@ def mixed(problem: AttentionProblem, arch: Arch) -> int:
     longest = min(problem.seq_q, problem.max_seqlen_q or problem.seq_q)
     # As long as each other, most likely: rows are shared out evenly, and the hint, a power of two, is the next one.
     alike = rows_q % batch == 0 and (problem.max_seqlen_q is None or longest * batch < 2 * rows_q)
-    if problem.dropout or longest * pack <= PAIR.rows or alike:
+    if problem.dropout or longest * pack <= TWO_BLOCKS.rows or alike:
         return 1
     rows = SMALL.rows if max(padded(problem)) <= SMALL.dim and not busy(problem) else PACKED[0].rows
     mean, heads = rows_q / batch / rows, batch * problem.heads_q

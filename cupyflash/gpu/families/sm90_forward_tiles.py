@@ -106,7 +106,7 @@ PACKED = (
     ForwardTile(2, 128, 2, spills=192, dim=128),
 )
 # And where all of those queries have room in half of it: two blocks of a multiprocessor wait for bytes in turn.
-PAIR = ForwardTile(1, 64, 3, 2, dim=128)
+TWO_BLOCKS = ForwardTile(1, 64, 3, 2, dim=128)
 # Of short sequences, of which `choices` are judged by what they are reckoned to take: tiles of few rows or keys leave
 # less of them in vain. Of plain ones; with scores or dropout they would spill.
 BRIEF = {
