@@ -56,7 +56,8 @@ def drawn(r: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 CASES: dict[str, Case] = {
-    "packed": lambda r: (packed(r, [70, 0, 1, 64, 300], [80, 3, 0, 64, 333]), {"causal": True}, {}, USUAL),
+    "packed": lambda r: (packed(r, [70, 0, 264, 300], [80, 3, 0, 333]), {"causal": True}, {}, USUAL),
+    "a tile in the mean": lambda r: (packed(r, [70, 0, 1, 64, 300], [80, 3, 0, 64, 333]), {"causal": True}, {}, USUAL),
     "a window": lambda r: (packed(r, offsets="int64"), {"causal": True, "window": (20, None)}, {}, USUAL),
     "three warpgroups": lambda r: (packed(r, [70, 0, 1, 200], [80, 3, 0, 256]), {}, {}, (3, 128, 3, 1)),
     "one in each of three blocks": lambda r: (
@@ -140,7 +141,8 @@ def test_heads_share_tiles_of_many(
     monkeypatch.setattr(sm90_forward_cost, "mixed", lambda problem, _: problem.group)
     of, options, others, tile = MIXED[case](rng)
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
-    assert dict(seen[0].constants)["PACK"] == of.heads[0] // of.heads[1]
+    constants = dict(seen[0].constants)
+    assert constants["PACK"] == of.heads[0] // of.heads[1] and constants["ORDERED"]
 
 
 # Queries and keys of which positions leave some keys unseen: before a window of the first query, behind the last one's.
@@ -346,8 +348,8 @@ def test_planners_reckon_with_likely_lengths(rng: np.random.Generator) -> None:
     assert (hinted.batch, hinted.seq_q, hinted.seq_k) == (2, 128, 64)
 
 
-ORDER = """
-extern "C" __global__ void attention_order(const Params p) {
+STEPS = """
+extern "C" __global__ void attention_steps(const Params p) {
     TileSchedule schedule(p);
     for (int n = blockIdx.x * 32 + threadIdx.x; n < schedule.total(); n += gridDim.x * 32) {
         Tile tile = schedule.tile(n);
@@ -363,8 +365,8 @@ def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -
     given = {name: of.of_queries(name) if name == "q" else of.of_keys(name) for name in "qkv"} | of.lengths()
     problem = state(**given, causal=True)
     made = sm90_forward.plan(problem, Arch.of("sm_90a"), None)
-    [library] = compile_all(as_cpp(generate(made) + ORDER, ["attention_order"]))
-    made = replace(made, launches=(replace(made.launches[0], name="attention_order", grid=132, threads=32),))
+    [library] = compile_all(as_cpp(generate(made) + STEPS, ["attention_steps"]))
+    made = replace(made, launches=(replace(made.launches[0], name="attention_steps", grid=132, threads=32),))
     arrays = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in given.items()}
     arrays |= {"out": Guarded(given["q"].shape, "f2"), "lse": Guarded((16, 8192), "f4")}
     run(library, made, problem, arrays, False, 2)

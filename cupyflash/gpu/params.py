@@ -63,6 +63,7 @@ WORKSPACE = {
     "float32": "float",
     "float64": "double",
 }
+LISTED = ("order",)  # workspaces that few programs have
 
 
 def _cap_inverse(problem: AttentionProblem) -> float:
@@ -240,6 +241,7 @@ def _absent(plan: KernelPlan) -> list[str]:
     rows = [row for row in ARRAYS if (row.ragged or row.placed) and row not in _rules(plan)]
     lines = [f"static constexpr const int* {row.name} = nullptr;" for row in rows]
     lines += [f"static constexpr PairStrides {row.name}_strides = {{}};" for row in rows if row.ragged]
+    lines += [f"static constexpr unsigned* {name} = nullptr;" for name in LISTED if name not in pointers(plan)]
     numbers = [*(() if ragged(plan) else RAGGED), *(() if _placed(plan) else AT), *(() if plan.portions else PORTION)]
     return lines + [f"static constexpr int {name} = 0;" for name in numbers]
 

@@ -457,9 +457,13 @@ struct Consumer {
     }
 };
 
-// Launched where V is to be turned.
+// Launched before, where V is to be turned, and where packed sequences differ in length.
 extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_constant__ Params p) {
     if constexpr (TURNED) turn_values<DIM_V>(p, blockIdx.x);
+}
+extern "C" __global__ void __launch_bounds__(ORDER_THREADS) attention_order(const __grid_constant__ Params p) {
+    let_next_kernel_start();
+    if constexpr (ORDERED) order_tiles<HEAD_ROWS>(p);
 }
 
 // Launched where keys are dealt out in shares.

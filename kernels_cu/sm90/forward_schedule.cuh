@@ -3,6 +3,7 @@
 #pragma once
 #include "attention/pairs.cuh"
 #include "sm90/shares_by_length.cuh"
+#include "sm90/tile_order.cuh"
 #include "sm90/tile_schedule.cuh"
 #include "tile/swizzled.cuh"
 
@@ -71,6 +72,8 @@ using KeyPlace = KeyPlaces<PAGED>;
 
 using TileWalk = KeyWalk<KEYS, ROWS>;  // (what is listed is not packed)
 
+static_assert(!ORDERED || PACKED_Q && !SHARES && !walk::LISTED);
+
 // V_PARTS: wide rows of V and O come in parts of DIM_V columns, each of a thread block that computes S by itself. Where
 // it begins:
 __device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile.part * DIM_V : 0; }
@@ -79,15 +82,29 @@ __device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile
 struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
     using Whole = PackSchedule<HEAD_ROWS, PACK>;
 
-    __device__ TileSchedule(const Params& p) : Whole(p) {}
+    __device__ TileSchedule(const Params& p) : Whole(p) {
+        if constexpr (ORDERED) this->tiles = OrderedTile<HEAD_ROWS>::count(p);
+    }
     __device__ int total() const { return Whole::total() * V_PARTS * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
     __device__ Tile tile(int number) const {
-        if constexpr (!SHARES && V_PARTS == 1) return Whole::tile(number);
+        if constexpr (!SHARES && V_PARTS == 1) return of_head(number);
         int of_part = number / V_PARTS, shares = SHARES ? p.shares : 1;
-        Tile tile = Whole::tile(of_part / shares);
+        Tile tile = of_head(of_part / shares);
         tile.part = number % V_PARTS;
         if (SHARES) tile.share = of_part % shares;
         return tile;
+    }
+
+   private:
+    __device__ Tile of_head(int number) const {
+        if constexpr (ORDERED) {
+            TileIndex at = this->index(number);
+            Heads heads = this->heads_of(at.head);
+            auto tile = OrderedTile<HEAD_ROWS>::at(p, at.tile, heads.q, heads.k);
+            return {tile.head, tile.head.template query_tile<HEAD_ROWS>(p, tile.number)};
+        } else {
+            return Whole::tile(number);
+        }
     }
 };
 

@@ -56,11 +56,22 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
         return int(fmaxf(1, fminf(fit, float(p.heads_k * entries())))) * packs;
     }
 
-    __device__ Tile tile(int number) const { return tile(this->index(number, heads * entries(), together, rounds)); }
+    __device__ TileIndex index(int number) const {
+        return Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING>::index(number, heads * entries(), together,
+                                                                             rounds);
+    }
+    // The first head of Q of a pack, and that of K and V.
+    struct Heads {
+        int q, k;
+    };
+    __device__ Heads heads_of(int number) const {
+        int pack = number % heads, k = pack / packs;
+        return {PACK > 1 ? k * group_of(this->p) + pack % packs * PACK : pack, k};
+    }
+    __device__ Tile tile(int number) const { return tile(index(number)); }
     __device__ Tile tile(TileIndex at) const {
         const Params& p = this->p;
-        int pack = at.head % heads, head_k = pack / packs;
-        int head_q = PACK > 1 ? head_k * group_of(p) + pack % packs * PACK : pack;
+        auto [head_q, head_k] = heads_of(at.head);
         if constexpr (config::PACKED_Q) {
             HeadTile found = this->ordered(QueryTiles<ROWS>::placed(p, at.tile, head_q));
             if (found.none()) return {};

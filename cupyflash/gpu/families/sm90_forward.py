@@ -11,7 +11,7 @@ from ...blockmask.tile_lists import ListUse
 from ...passes import FORWARD
 from ...problem import FLOAT8, ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, lists, pad, room
+from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, lists, pad, places, room
 from . import shares
 from . import sm90_forward_cost as cost
 from .likely import as_dense
@@ -40,6 +40,8 @@ SUM_KEYS = 2048
 # time.
 STAGED, STRIPS = "staged", "strips"
 STRIP_ROW = 128  # bytes
+# Of the block that lists the tiles of packed sequences, and of the list (kernels_cu/sm90/tile_order.cuh).
+ORDER_THREADS, ORDERED_WORDS = 1024, 8
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 
@@ -148,6 +150,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
+    ordered = dynamic and parts == 1 and cost.ordered(problem, span, pack)
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
     wide = max(dim, dim_v) == 128 and t.warpgroups > 1
     long = not problem.ragged and problem.seq_k > LONG_KEYS
@@ -157,7 +160,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("WARPGROUPS", t.warpgroups), ("BLOCKS", t.blocks),
         ("KEYS", t.keys), ("STAGES", t.stages), ("KEY_BOX", key_box), ("Q_STAGES", q_stages),
         ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
-        ("PACK", pack), ("SHARES", parts > 1), ("SHARE_TILES", share_tiles),
+        ("PACK", pack), ("ORDERED", ordered), ("SHARES", parts > 1), ("SHARE_TILES", share_tiles),
         ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip
@@ -165,6 +168,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     spaces = [Workspace("counters", "uint32", (3 if dynamic else 0,)), *shares.left(problem, parts, v_parts * dim_v)]
     combined = shares.combined(problem, parts, v_parts * dim_v, arch.sms)
     launches += shares.combine(combined, parts, arch, True)
+    if ordered:
+        launches.insert(0, Launch("attention_order", 1, ORDER_THREADS))
+        spaces.append(Workspace("order", "uint32", (ORDERED_WORDS * (1 + places(problem, problem.rows_q or 0, span)),)))
     values = Box("v", key_box)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)

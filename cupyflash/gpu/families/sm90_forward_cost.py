@@ -77,6 +77,15 @@ def mixed(problem: AttentionProblem, arch: Arch) -> int:
     return pack if many and mean + 0.5 >= MIXED_GAIN * (mean + 0.5 / pack) else 1
 
 
+def ordered(problem: AttentionProblem, span: int, pack: int) -> bool:
+    """Whether tiles of packed sequences, `span` queries each, are listed by their keys before the forward: where
+    sequences have tiles of very different lengths, or so few each that looking for them costs more than a list. (Long
+    sequences in turn find K and V in the L2 cache, where tiles of all by length do not.)"""
+    if problem.rows_q is None or problem.block_mask is not None:
+        return False
+    return pack > 1 or problem.rows_q <= problem.batch * span
+
+
 def by_seconds(problem: AttentionProblem, arch: Arch) -> tuple[tuple[ForwardTile, int], ...]:
     """Tiles, and of how many heads that share K and V each has rows, the fastest first; () of few queries, and of long
     sequences, whose tiles are alike."""

@@ -128,7 +128,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("WARPGROUPS", t.warpgroups), ("BLOCKS", 1), ("KEYS", t.keys),
         ("STAGES", t.stages), ("KEY_BOX", t.keys), ("SHARE_TILES", 0),
         ("AHEAD", bool(t.ahead)), ("TURNS", bool(t.turns)), ("HELD", bool(t.held)), ("Q_STAGES", 1), ("OWN_Q", False),
-        ("O_STAGED", staged), ("O_STRIPS", False), ("PACK", 1), ("SHARES", False), ("V_PARTS", 1),
+        ("O_STAGED", staged), ("O_STRIPS", False), ("PACK", 1), ("ORDERED", False), ("SHARES", False), ("V_PARTS", 1),
         ("SHARED_MEMORY", size), *pairs.constants(), *features(problem), ("SUM_TILES", 0),
     )  # fmt: skip
     moved = [(f"t{name}", t.rows if name == "q" else t.keys) for name in "qkv" if problem.moves(name)]

@@ -80,8 +80,8 @@ def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
     constants = (
         ("DIM", DIM), ("DIM_V", DIM_V), dots(problem)[0], ("ROWS", rows), ("KEYS", KEYS), ("KEY_BOX", key_box),
         ("SHARE_TILES", 0), ("LEAST_TILES", LEAST_TILES if stretches else 0), ("BEGIN_TILES", BEGIN_TILES),
-        ("AHEAD", AHEAD if of_keys > 1 else 0), ("PACK", pack), ("SHARES", parts > 1), ("V_PARTS", 1),
-        ("PLACE_BLOCKS", PLACE_BLOCKS), ("BY_SHARES", by_shares), ("ROW_BLOCKS", row_blocks),
+        ("AHEAD", AHEAD if of_keys > 1 else 0), ("PACK", pack), ("ORDERED", False), ("SHARES", parts > 1),
+        ("V_PARTS", 1), ("PLACE_BLOCKS", PLACE_BLOCKS), ("BY_SHARES", by_shares), ("ROW_BLOCKS", row_blocks),
         ("SHARED_MEMORY", MEMORY), *features(problem),
     )  # fmt: skip
     launch = Launch("attention_forward", grid, 384, MEMORY)
