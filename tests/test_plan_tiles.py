@@ -129,12 +129,11 @@ def test_tiles_of_which_a_multiprocessor_has_two_where_few_rows_wait_for_keys() 
     ],
 )
 def test_heads_share_tiles_where_sequences_differ(fields: dict[str, Any], pack: int) -> None:
-    """Ends of sequences leave tiles empty in part. Tiles are listed, too, where sequences have one in the mean."""
+    """Ends of sequences leave tiles empty in part."""
     packed = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     asked = problem("bfloat16", **{"dim": 128, "batch": 32, "seq_q": 2079, "seq_k": 143360, "heads_q": 32, "heads_k": 8,
         "rows_q": 2079, "rows_k": 143360, "causal": "bottom_right", "right": 0, "given": packed} | fields)  # fmt: skip
-    assert constants(made := plan(asked, H200))["PACK"] == pack
-    assert (made.launches[0].name == "attention_order") == (pack > 1 or asked.rows_q <= 128 * asked.batch)
+    assert constants(plan(asked, H200))["PACK"] == pack
 
 
 @pytest.mark.parametrize("of", [FORWARD, BACKWARD], ids=str)

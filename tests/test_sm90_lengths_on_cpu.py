@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
-from kernel_cover import cached
+from kernel_cover import cached, problem
 from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from on_cpu import Guarded, run
 from reference import state
@@ -376,6 +376,25 @@ def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -
     for n in steps[steps > 0]:
         heapq.heapreplace(ends, ends[0] + n + 1)
     assert steps.sum() == 16 * 8 * sum(range(1, 9)) and max(ends) < 1.04 * np.mean(ends)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "heads_k", "listed"),
+    [
+        (2079, 32, 8, True),  # heads share tiles
+        (2079, 32, 32, True),  # a tile each in the mean
+        (2079, 8, 32, False),  # several
+        (240, 8, 32, False),  # few for each thread block
+        (33, 2, 8, False),
+    ],
+)
+def test_where_tiles_are_listed(rows: int, batch: int, heads_k: int, listed: bool) -> None:
+    packed = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    asked = problem("bfloat16", 128, batch=batch, seq_q=rows, seq_k=65536, heads_q=32, heads_k=heads_k, rows_q=rows,
+        rows_k=65536, causal="bottom_right", right=0, given=packed)  # fmt: skip
+    made = sm90_forward.plan(asked, Arch.of("sm_90a"), None)
+    assert (made.launches[0].name == "attention_order") == dict(made.constants)["ORDERED"] == listed
+    assert bool(sum(x.nbytes for x in made.workspace if x.name == "order")) == listed
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ WAIT_SECONDS, WAIT_KEY, ALONE_SECONDS = (
 )
 PACK_COST = number("sm90_forward.pack")
 LINE = 128  # bytes of memory that come together
+LISTED_TILES = 4  # of each thread block, at least: a list takes as long as looking for so many
 MIXED_GAIN = 1.06  # what tiles of several heads must save in number
 FEW_QUERIES, MOST_QUERIES, MOST_KEYS = 16, 2048, 512  # what `by_seconds` is for
 
@@ -77,11 +78,11 @@ def mixed(problem: AttentionProblem, arch: Arch) -> int:
     return pack if many and mean + 0.5 >= MIXED_GAIN * (mean + 0.5 / pack) else 1
 
 
-def ordered(problem: AttentionProblem, span: int, pack: int) -> bool:
-    """Whether tiles of packed sequences, `span` queries each, are listed by their keys before the forward: where
-    sequences have tiles of very different lengths, or so few each that looking for them costs more than a list. (Long
-    sequences in turn find K and V in the L2 cache, where tiles of all by length do not.)"""
-    if problem.rows_q is None or problem.block_mask is not None:
+def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> bool:
+    """Whether tiles of packed sequences, `span` queries each and so many of each thread block, are listed by their keys
+    before the forward: where sequences have tiles of very different lengths, or so few each that looking for them costs
+    more than a list. (Long sequences in turn find K and V in the L2 cache, where tiles of all by length do not.)"""
+    if problem.rows_q is None or problem.block_mask is not None or each < LISTED_TILES:
         return False
     return pack > 1 or problem.rows_q <= problem.batch * span
 
