@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..namespaces import namespace
+from .rows import Span
 
+Place = tuple[slice, ...] | None  # in an array; None: all of it
 SIXTEEN = ("float16", "bfloat16")
 
 
@@ -21,9 +23,21 @@ def empty(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
     """Room of the library, the device and (unless another is named) the dtype of `like`."""
     kind = library(like)
     if kind == "torch":
-        torch = namespace(kind)
-        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+        return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(namespace(kind), dtype))
     return namespace(kind).empty(shape, like.dtype if dtype is None else dtype)
+
+
+def taken(x: Any, place: Place) -> Any:
+    """The part of x at a place, a view of it where that is not all: one costs the host as much as half a launch."""
+    return x if place is None else x[place]
+
+
+def place(*axes: tuple[Span, int]) -> Place:
+    """Of an array (B, ...), as `taken` takes it: a span of each further axis, which has so many entries."""
+    found = [slice(*span) if span != (0, count) else slice(None) for span, count in axes]
+    while found and found[-1] == slice(None):
+        found.pop()
+    return (slice(None), *found) if found else None
 
 
 def zeros(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
@@ -79,12 +93,13 @@ def put_sum(target: Any, parts: Sequence[Any]) -> None:
 
 def four(x: Any, layout: str) -> Any:
     """An array in the caller's rank and layout as a (B, S, H, D) view."""
-    if len(x.shape) == 2:
+    axes = len(x.shape)
+    if axes == 2:
         return x[None, :, None]
-    x = x[None] if len(x.shape) == 3 else x
+    x = x[None] if axes == 3 else x
     return x if layout == "bshd" else x.swapaxes(1, 2)
 
 
 def three(lse: Any) -> Any:
     """A number for each row, (B, H, S), of what the caller has."""
-    return lse[(None,) * (3 - len(lse.shape))]
+    return lse if len(lse.shape) == 3 else lse[(None,) * (3 - len(lse.shape))]

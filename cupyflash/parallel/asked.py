@@ -59,6 +59,12 @@ class Asked:
     said: dict[str, str] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)  # what is the same in all calls of this kind
 
+    def but(self, **fields: Any) -> Asked:
+        """The same with other fields; what is kept of the kind is shared."""
+        found = object.__new__(Asked)  # `copy` and `replace` cost several us
+        found.__dict__.update(self.__dict__, **fields)
+        return found
+
     @property
     def rank(self) -> int:
         """Among all."""

@@ -179,11 +179,16 @@ def _agreed(
     wrt: Any = (),
 ) -> Asked:
     """What is asked, once all ranks say the same."""
-    exchange = plan["exchange"] if plan["exchange"] in (None, "keys", "heads") else None
     group = tuple(map(of, group)) if isinstance(group, (tuple, list)) else of(group)
-    for x in group if isinstance(group, tuple) else (group,):
+    ranks = group if isinstance(group, tuple) else (group,)
+    for x in ranks:
         if hasattr(x, "meet"):
             x.meet()
+    more = (*plan.values(), *flags.values(), tuple(wrt) if isinstance(wrt, list) else wrt)
+    kind = kind_of(ranks, operands, options, function, *more)
+    if (known := recalled(kind, ranks, operands, options)) is not None:
+        return known
+    exchange = plan["exchange"] if plan["exchange"] in (None, "keys", "heads") else None
     try:
         chosen = usual_exchange(group, exchange, options, operands["k"], plan["rows"])
         if exchange is None and chosen == "heads":
@@ -192,11 +197,7 @@ def _agreed(
         chosen = exchange
     if plan["exchange"] is None:
         plan = plan | {"exchange": chosen}
-    ranks = [x for x in groups_of(group, chosen) if x is not None]
-    more = (function, chosen, *plan.values(), *flags.values(), tuple(wrt) if isinstance(wrt, list) else wrt)
-    kind = kind_of(ranks, operands, options, *more)
-    if (known := recalled(kind, ranks, operands, options)) is not None:
-        return known
+    groups_of(group, chosen)  # raises where they are none
     asked, error = None, None
     try:
         for name, x in flags.items():

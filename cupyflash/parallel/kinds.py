@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -16,6 +15,7 @@ from .groups import Alone, Group
 from .masks import RowsMask
 
 _PLAIN = (str, int, float, bool, type(None))
+_ARRAYS = [row.name for row in ARRAYS if row.name != "seed"]
 _KEPT = 256
 _templates: OrderedDict[Hashable, Asked] = OrderedDict()  # without their arrays and groups
 
@@ -26,7 +26,8 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
     if any(x.eager for x in ranks):
         return None
     try:
-        lib = interop.library("q", operands["q"])
+        lib: Any = interop.library("q", operands["q"])
+        signature = lib.signature
         # what groups of heads follow from, too
         moves = [(getattr(x, "window", None) is not None, getattr(x, "beside", True)) for x in ranks]
         key: list[Any] = [(x.rank, x.size, *how) for x, how in zip(ranks, moves)]
@@ -36,7 +37,7 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
             elif isinstance(x, RowsMask):
                 key.append((name, weakref.ref(x)))  # a mask is no longer kept than its owner keeps it
             elif (name in operands or (name in ARRAY_RULES and name != "seed")) and interop.library(name, x) is lib:
-                key.append((name, lib.view(x)._replace(ptr=0)))
+                key.append((name, signature(x)))
             else:
                 return None
         found = (*key, *more)
@@ -53,10 +54,9 @@ def recalled(
     if kind is None or kind not in _templates or not all(kind in x.known for x in ranks):
         return None
     _templates.move_to_end(kind)
-    found, given = copy.copy(_templates[kind]), iter(ranks)
+    found, given = _templates[kind].but(), iter(ranks)
     found.team, found.group = (next(given) if x is None else x for x in (found.team, found.group))
-    names = [row.name for row in ARRAYS if row.name != "seed" and options.get(row.name) is not None]
-    found.arrays = {name: options[name] for name in names}
+    found.arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
     found.mask = options.get("block_mask")
     found.operands = {
         name: three(x) if name in ("lse", "dlse") else four(x, found.layout)
@@ -70,11 +70,9 @@ def keep(kind: Hashable | None, ranks: Sequence[Group], asked: Asked) -> None:
     """Of a call that all ranks agreed on."""
     if kind is None:
         return
-    template = copy.copy(asked)
-    template.operands, template.arrays, template.mask = {}, {}, None
     given: Any = None  # in place of groups: another may have such a rank
-    template.team, template.group = (x if isinstance(x, Alone) else given for x in (asked.team, asked.group))
-    _templates[kind] = template
+    team, group = (x if isinstance(x, Alone) else given for x in (asked.team, asked.group))
+    _templates[kind] = asked.but(operands={}, arrays={}, mask=None, team=team, group=group)
     if len(_templates) > _KEPT:
         _templates.popitem(last=False)
     for x in ranks:

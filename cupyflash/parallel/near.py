@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from ..gpu.copies import Copies, Piece, Side
 from ..passes import PER_QUERY
 from ..problem import contiguous
-from .arrays import beside, empty, strides, wide
+from .arrays import Place, beside, empty, place, put_sum, strides, taken, wide
 from .rows import Span
 from .steps import Round
-from .transfers import ByHeads, among, in_order, write_sums
+from .transfers import ByHeads, among, parts_of
 
 ALIGNED = 1024  # bytes at whose multiples arrays begin
 
@@ -85,14 +85,11 @@ class NearKeys:
         if self._given is None:
             return
         (n, own), self._given = self._given, None
-        of, heads = self._plan[n], slice(*self._plan[n].heads)
-        others: tuple[list[Any], list[Any]] = [], []
-        for m in of.sends:
-            shapes = [(s[0], m.length, *s[2:]) for s in self._moves[n].shapes]
-            for some, x in zip(others, self._sums(m.target, n, shapes)):
-                some.append([x[:, slice(*at)] for at in m.here])
-        for target, x, some in zip(self._grads, own, others):
-            write_sums(target[:, :, heads], in_order(of, self._rank, x, some))
+        of = self._moves[n]
+        whose = {self._rank: own} | {rank: self._sums(rank, n, shapes) for rank, shapes in of.others}
+        for i, target in enumerate(self._grads):
+            for to, parts in of.added:
+                put_sum(taken(target, to), [taken(whose[rank][i], at) for rank, at in parts])
 
 
 class _Moves(NamedTuple):
@@ -104,10 +101,26 @@ class _Moves(NamedTuple):
     own: Copies  # of rows that this rank holds itself, to where they are computed with and to where they are sent from
     packed: int  # bytes of the latter
     sends: tuple[tuple[int, int, int, int, int], ...]  # rank, byte there, of which array here (_ROOM, ...), byte, bytes
+    others: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]  # ranks with sums of rows held here, and their shapes
+    added: tuple[tuple[Place, tuple[tuple[int, Place], ...]], ...]  # where sums of whose rows go, in this order
     sizes: tuple[int, int]  # bytes of keys, of sums, of the rank that has most
 
 
 _ROOM, _PACKED, _GIVEN = range(3)  # where keys are computed with, rows that are not among them, K; V is behind
+
+
+def _added(of: Round, rank: int, k: Any) -> list[tuple[Place, tuple[tuple[int, Place], ...]]]:
+    """Of gradients of a round's keys that a rank holds."""
+    have = {m.target: (m.length, m.here) for m in of.sends} | {rank: (of.length, tuple(x for _, x in of.own(rank)))}
+    found = []
+    for (a, b), parts in parts_of(of, rank):
+        sources = []
+        for x in parts:
+            length, here = have[x.rank]
+            first = here[x.piece][0] + x.at
+            sources.append((x.rank, place(((first, first + b - a), length))))
+        found.append((place(((a, b), k.shape[1]), (of.heads, k.shape[2])), tuple(sources)))
+    return found
 
 
 def _moves(of: Round, rank: int, k: Any, v: Any) -> _Moves:
@@ -144,9 +157,10 @@ def _moves(of: Round, rank: int, k: Any, v: Any) -> _Moves:
         shapes.append((batch, of.length, heads, dim))
         begins.append(_after(begins[-1], batch * of.longest * row))
         of_sums.append(_after(of_sums[-1], batch * of.longest * heads * dim * (4 if wide(x) else size)))
+    others = tuple((m.target, tuple((x[0], m.length, *x[2:]) for x in shapes)) for m in of.sends)
     return _Moves(
-        tuple(shapes), tuple(begins[:2]), tuple(of_sums[:2]), Copies(pieces), end, tuple(sends),
-        (begins[2], of_sums[2]),
+        tuple(shapes), tuple(begins[:2]), tuple(of_sums[:2]), Copies(pieces), end, tuple(sends), others,
+        tuple(_added(of, rank, k)), (begins[2], of_sums[2]),
     )  # fmt: skip
 
 

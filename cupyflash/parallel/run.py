@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..api import attention, attention_backward, merge
+from .. import dispatch, interop
+from ..api import merge, trace_score
+from ..call import Arrays, Call
+from ..gradients import Gradients
 from ..namespaces import cast, namespace
-from .arrays import empty, library, put, wide, zeros
+from ..passes import BACKWARD, FORWARD, PER_QUERY, Pass
+from ..problem import complete
+from .arrays import Place, empty, library, packed, place, put, taken, wide, zeros
 from .asked import Asked, index, own_rows
 from .near import NearHeads, NearKeys, handed
 from .rows import Rows, Span, cut, joined
@@ -18,6 +23,39 @@ from .steps import Deal, Round, Step, deal, rounds
 from .transfers import ByHeads, FromHeads, SentKeys, ToHeads, summed
 
 WINDOW = 1 << 30  # bytes that arrays of a group of heads may take
+
+
+class Turn(NamedTuple):
+    """A call of a round, as all calls of a kind make it."""
+
+    call: Call  # but for what it is given
+    rows: Place  # of queries, (B, S, H, D)
+    numbers: Place  # of these, (B, H, S)
+    keys: Place  # among those of the round
+    step: Step
+    heads: Span  # of queries, among all
+    first: bool  # of these heads: results are merged into those of the calls before
+
+    def places(self, asked: Asked) -> dict[str, tuple[slice, ...]]:
+        """Where its part of each optional array stands."""
+        return {
+            name: index(name, tuple(x.shape), self.heads, self.step.local, self.step.keys)
+            for name, x in asked.arrays.items()
+            if name != "sinks" or self.first  # one score more, once
+        }
+
+    def run(self, asked: Asked, arrays: Arrays, targets: Arrays) -> Any:
+        """With arrays of the pass, optional ones aside."""
+        options, score = self.call.options, self.call.options["score"]
+        arrays |= {name: asked.arrays[name][at] for name, at in self.places(asked).items()}
+        if self.call.seed is None and (seed := asked.options["seed"]) is not None:
+            arrays["seed"] = seed
+        if score is not None:
+            arrays |= {key: asked.options["score_arrays"][x.name] for key, x in zip(score.keys, score.arrays)}
+        if asked.mask is not None and self.step.keys[1] > self.step.keys[0]:
+            options = options | {"block_mask": asked.mask.part(self.step.local, self.step.keys, self.heads)}
+        call = self.call.but(arrays=arrays, options=options, targets=targets)
+        return (call.lib.recorder(call) or dispatch.run)(call)
 
 
 @dataclass
@@ -53,36 +91,45 @@ class Part:
         groups = min(max(most, 1 if self.asked.group.size > 1 else self.groups), max(1, last - first))
         own = self.groups if self.asked.group.size > 1 else 1
         return [
-            (replace(self, heads=(first + a, first + b), groups=min(own, b - a)), (a, b))
-            for a, b in cut(last - first, groups)
+            (Part(self.asked, self.rows, self.key_rows, (first + a, first + b), min(own, b - a)), (a, b))
+            for a, b in self.kept(("dealt", groups), lambda: cut(last - first, groups))
         ]
 
     def rounds(self) -> Sequence[Round]:
         asked = self.asked
-        return rounds(
-            self.rows, self.key_rows, asked.sight, asked.group.rank, self.heads[1] - self.heads[0],
-            groups=self.groups, stretches=asked.stretches, block=asked.block,
-        )  # fmt: skip
+        of = self.rows, self.key_rows, asked.sight, asked.group.rank, self.heads[1] - self.heads[0]
+        how = {"groups": self.groups, "stretches": asked.stretches, "block": asked.block}
+        return self.kept("rounds", lambda: rounds(*of, **how))
 
-    def query_heads(self, of: Round) -> slice:
-        """Of a round, among those that the rank has."""
-        return slice(of.heads[0] * self.group_of, of.heads[1] * self.group_of)
+    def kept(self, name: Any, make: Callable[[], Any]) -> Any:
+        """What is the same in all calls of a kind."""
+        memo, key = self.asked.memo, (name, self.heads, self.groups)
+        if key not in memo:
+            memo[key] = make()
+        return memo[key]
 
-    def options(self, of: Round, step: Step) -> tuple[dict[str, Any], dict[str, tuple[slice, ...]]]:
-        """Of a step, and where its part of each optional array stands."""
-        asked, (q_shift, k_shift) = self.asked, self.asked.shift
-        first = (self.heads[0] + of.heads[0]) * self.group_of
-        heads = (first, first + (of.heads[1] - of.heads[0]) * self.group_of)
-        places = {
-            name: index(name, tuple(x.shape), heads, step.local, step.keys)
-            for name, x in asked.arrays.items()
-            if name != "sinks" or of.first  # one score more, once
-        }
-        options = asked.options | {name: asked.arrays[name][place] for name, place in places.items()}
-        options["at"] = (0, first, step.rows[0] + q_shift, step.keys[0] + k_shift)
-        if asked.mask is not None and step.keys[1] > step.keys[0]:
-            options["block_mask"] = asked.mask.part(step.local, step.keys, heads)
-        return options, places
+    def turns(self, of: Pass) -> Sequence[tuple[Round, Place, Sequence[Turn]]]:
+        """Of each round the place of its query heads among those that the rank has, and its calls."""
+        return self.kept("turns", lambda: [self._turns(of, x) for x in self.rounds()])
+
+    def _turns(self, of: Pass, round_: Round) -> tuple[Round, Place, Sequence[Turn]]:
+        asked, (q_shift, k_shift), count = self.asked, self.asked.shift, self.rows.count(self.asked.group.rank)
+        heads = round_.heads[0] * self.group_of, round_.heads[1] * self.group_of
+        first, of_rank = self.heads[0] * self.group_of, (heads, (self.heads[1] - self.heads[0]) * self.group_of)
+        among_all, found = (first + heads[0], first + heads[1]), []
+        lib, options = interop.library("q", asked.operands["q"]), complete(asked.options)
+        if options["score"] is not None:
+            trace_score(lib, {"q": asked.operands["q"]}, options, asked.options["score_arrays"])
+        seed, wrt = asked.options["seed"], tuple([x for x in asked.wrt if x != "sinks" or round_.first])
+        for step in round_.steps:
+            at = (0, among_all[0], step.rows[0] + q_shift, step.keys[0] + k_shift)
+            call = Call(
+                lib, of, {}, options | {"at": at}, seed=None if hasattr(seed, "shape") else seed,
+                family=asked.options["family"], return_lse=of is FORWARD, wrt=wrt,
+            )  # fmt: skip
+            rows, numbers = place((step.local, count), of_rank), place(of_rank, (step.local, count))
+            found.append(Turn(call, rows, numbers, place((step.here, round_.length)), step, among_all, round_.first))
+        return round_, place(((0, count), count), of_rank), found
 
     def deals(self) -> tuple[Deal, Deal]:
         """Of the rows of queries and of keys."""
@@ -185,18 +232,15 @@ def _rooms(moved: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
 def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
     q, merging = xs["q"], part.asked.stretches > 1
     sums = empty(tuple(out.shape), out, wide(out)) if merging else out
-    for of, k_of, v_of in _keys(part, xs["k"], xs["v"]):
-        heads = part.query_heads(of)
-        for step in of.steps:
-            options, _ = part.options(of, step)
-            rows, keys = slice(*step.local), slice(*step.here)
-            qi, target, norm = q[:, rows, heads], sums[:, rows, heads], lse[:, heads, rows]
-            operands = (qi, k_of[:, keys], v_of[:, keys])
-            if of.first:
-                put(norm, attention(*operands, return_lse=True, out=target, **options)[1])
+    for (_, k_of, v_of), (_, _, turns) in zip(_keys(part, xs["k"], xs["v"]), part.turns(FORWARD)):
+        for turn in turns:
+            target, norm = taken(sums, turn.rows), taken(lse, turn.numbers)
+            arrays = {"q": taken(q, turn.rows), "k": taken(k_of, turn.keys), "v": taken(v_of, turn.keys)}
+            if turn.first:
+                put(norm, turn.run(part.asked, arrays, {"out": target})[1])
             else:
-                more, found = attention(*operands, return_lse=True, out=empty(tuple(target.shape), target), **options)
-                merge([target, more], [norm, found], out=(target, norm))
+                more = turn.run(part.asked, arrays, {"out": empty(tuple(target.shape), target)})
+                merge([target, more[0]], [norm, more[1]], out=(target, norm))
     if merging:
         put(out, sums)
 
@@ -239,37 +283,32 @@ def _backward(
     part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any], like: dict[str, Any]
 ) -> None:
     dq, dk, dv = (grads[x] for x in "qkv")
-    plan, once = part.rounds(), part.asked.stretches == 1  # a row of dq has all of its keys in one call
-    if _unseen(part, dk.shape[1]):
+    plan, once = part.turns(BACKWARD), part.asked.stretches == 1  # a row of dq has all of its keys in one call
+    if part.kept("unseen", lambda: _unseen(part, dk.shape[1])):
         dk[...] = 0
         dv[...] = 0
     keys_of = _keys(part, xs["k"], xs["v"], (dk, dv))
-    for of, k_of, v_of in keys_of:
-        heads = part.query_heads(of)
+    for (of, k_of, v_of), (_, heads, turns) in zip(keys_of, plan):
         whole = len(plan) == 1 and _alone(part, of, dk.shape[1])  # nothing is added to anything
-        if whole:
-            sums, own = dq[:, :, heads], (dk, dv)
-        else:
-            if once:
-                sums = dq[:, :, heads]
-            elif of.first:
-                sums = empty(tuple(dq[:, :, heads].shape), dq, wide(dq))
-            own = keys_of.room(k_of, v_of)
+        if whole or once:
+            sums = taken(dq, heads)
+        elif of.first:
+            sums = empty(tuple(taken(dq, heads).shape), dq, wide(dq))
+        own = (dk, dv) if whole else keys_of.room(k_of, v_of)
         written = _Written(own)
-        for step in of.steps:
-            options, places = part.options(of, step)
-            rows, keys = slice(*step.local), slice(*step.here)
-            of_q = {n: x[:, heads, rows] if n in ("lse", "dlse") else x[:, rows, heads]
-                for n, x in xs.items() if n not in ("k", "v")}  # fmt: skip
-            into = (sums[:, rows] if of.first else empty(tuple(of_q["q"].shape), sums), *written.room(step.here))
-            found = attention_backward(
-                of_q["dout"], of_q["q"], k_of[:, keys], v_of[:, keys], of_q["out"], of_q["lse"],
-                dlse=of_q.get("dlse"), grads=into, wrt=[_called(x) for x in part.asked.wrt if x != "sinks" or of.first],
-                **options,
-            )  # fmt: skip
+        for turn in turns:
+            here = turn.step.here
+            arrays = {
+                name: taken(x, turn.rows) if name not in PER_QUERY else packed(taken(x, turn.numbers))
+                for name, x in xs.items() if name not in ("k", "v")
+            } | {"k": taken(k_of, turn.keys), "v": taken(v_of, turn.keys)}  # fmt: skip
+            of_q = sums[:, slice(*turn.step.local)]
+            into = (of_q if of.first else empty(tuple(of_q.shape), sums), *written.room(here))
+            found = turn.run(part.asked, arrays, dict(zip(Gradients._fields, into)))
             if not of.first:
-                sums[:, rows] += into[0]
-            written.add(step.here, into[1:])
+                of_q += into[0]
+            written.add(here, into[1:])
+            places = turn.places(part.asked)
             for name, x in found.of_arrays.items():
                 if _of_one_call(name, like[name]):
                     _put_part(of_arrays, name, places[name], x, like[name])
@@ -278,7 +317,7 @@ def _backward(
         if whole:
             continue
         if of.last and not once:
-            put(dq[:, :, heads], sums)
+            put(taken(dq, heads), sums)
         keys_of.give(of, own)
 
 
@@ -304,7 +343,8 @@ class _Written:
             self._begun = True
             return
         for x, part in zip(self._sums, parts):
-            x[:, slice(*keys)] += part
+            rows = x[:, slice(*keys)]
+            rows += part  # (of x[...] it would be written back, onto itself)
 
 
 def _alone(part: Part, of: Round, count: int) -> bool:

@@ -25,6 +25,7 @@ class _Kept:
     size: int
     ranks: list[int]
     backend: str
+    eager: bool
     known: set[Any] = field(default_factory=set)  # what its ranks compared
     met: bool = False
     beside: bool = True
@@ -39,13 +40,14 @@ class TorchGroup:
 
     def __init__(self, group: Any) -> None:
         if (kept := _kept.get(group)) is None:
+            backend = distributed.get_backend(group)
             _kept[group] = kept = _Kept(
                 distributed.get_rank(group), distributed.get_world_size(group),
-                distributed.get_process_group_ranks(group), distributed.get_backend(group),
+                distributed.get_process_group_ranks(group), backend, backend == "gloo" or not torch.cuda.is_available(),
             )  # fmt: skip
         self._group, self._kept, self.rank, self.size = group, kept, kept.rank, kept.size
         self._ranks, self._backend, self.known = kept.ranks, kept.backend, kept.known
-        self.eager = self._backend == "gloo" or not torch.cuda.is_available()
+        self.eager = kept.eager
 
     @property
     def _bound(self) -> torch.device | None:

@@ -105,38 +105,48 @@ class Returns:
     """Gradients of a round's keys, in wide numbers, under way to who holds these."""
 
     def __init__(self, group: Group, of: Round, grads: tuple[Any, Any]) -> None:
-        self._heads = slice(*of.heads)
+        self._heads, self._parts = slice(*of.heads), parts_of(of, group.rank)
         foreign = [m for m in of.receives if m.source != group.rank]
         self._sent = [(m.source, packed(x[:, slice(*at)])) for x in grads for m in foreign for at in m.here]
-        self._parts, receives = [], []  # of k and of v
+        self._pieces, receives = [], []  # of k and of v: by rank and number, from their first row on
         for x in grads:
-            others = [[empty((x.shape[0], a[1] - a[0], *x.shape[2:]), x) for a in m.held] for m in of.sends]
-            receives += [(m.target, room) for m, some in zip(of.sends, others) for room in some]
-            self._parts.append(in_order(of, group.rank, x, others))
+            own = {(group.rank, n): x[:, at[0] :] for n, (_, at) in enumerate(of.own(group.rank))}
+            others = {
+                (m.target, n): empty((x.shape[0], b - a, *x.shape[2:]), x)
+                for m in of.sends
+                for n, (a, b) in enumerate(m.held)
+            }
+            receives += [(rank, room) for (rank, _), room in others.items()]
+            self._pieces.append(own | others)
         self._pending = group.exchange(self._sent, receives)
 
     def write(self, dk: Any, dv: Any) -> None:
         self._pending.wait()
-        for target, parts in zip((dk, dv), self._parts):
-            write_sums(target[:, :, self._heads], parts)
+        for target, pieces in zip((dk, dv), self._pieces):
+            for (a, b), parts in self._parts:
+                put_sum(target[:, a:b, self._heads], [pieces[x.rank, x.piece][:, x.at : x.at + b - a] for x in parts])
 
 
-def in_order(of: Round, rank: int, own: Any, others: Sequence[Sequence[Any]]) -> list[tuple[Span, Any]]:
-    """Gradients of rows that this rank holds, in the order of the ranks that have them: its own, of all its keys, and
-    of each message that it sent what its target has."""
-    of_rank = {m.target: list(zip(m.held, some)) for m, some in zip(of.sends, others)}
-    of_rank[rank] = [(held, own[:, slice(*at)]) for held, at in of.own(rank)]
-    return [part for r in sorted(of_rank) for part in of_rank[r]]
+class PartOf(NamedTuple):
+    """Gradients of some rows, of those that one rank has."""
+
+    rank: int
+    piece: int  # of the rows that are held, as the message to the rank has them
+    at: int  # row of it
 
 
-def write_sums(target: Any, parts: Sequence[tuple[Span, Any]]) -> None:
-    """Sums of parts, each of some rows, added in their order, whoever came first, and rounded once: the same bits in
-    every run. Rows of which there is none are left as they are."""
-    ends = sorted({x for span, _ in parts for x in span})
+def parts_of(of: Round, rank: int) -> list[tuple[Span, list[PartOf]]]:
+    """Rows that a rank holds, and whose gradients are added up there: in the order of ranks, whoever came first, and
+    rounded once, so that all runs give the same bits. Rows that no rank sees are left out."""
+    held = {m.target: m.held for m in of.sends} | {rank: tuple(x for x, _ in of.own(rank))}
+    pieces = [(r, n, span) for r in sorted(held) for n, span in enumerate(held[r])]
+    ends = sorted({x for _, _, span in pieces for x in span})
+    found = []
     for a, b in itertools.pairwise(ends):
-        some = [x[:, a - span[0] : b - span[0]] for span, x in parts if span[0] <= a and b <= span[1]]
-        if some:
-            put_sum(target[:, a:b], some)
+        parts = [PartOf(r, n, a - first) for r, n, (first, last) in pieces if first <= a and b <= last]
+        if parts:
+            found.append(((a, b), parts))
+    return found
 
 
 class ByHeads(NamedTuple):

@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import cupy
 import torch
-from cuda.bindings import runtime
+from cupy.cuda import runtime
 from torch.distributed import _symmetric_memory as symmetric
 
 from ..gpu.copies import Copies
@@ -20,7 +21,6 @@ from ..interop.torch_ import stream
 
 PATIENCE = 600_000  # milliseconds that a rank waits for others, as NCCL's own default
 _ALIGNED = 1024
-_DEFAULT = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class Window:
@@ -29,7 +29,12 @@ class Window:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = weakref.ref(group), device
         self._stream, self._pushed = torch.cuda.Stream(device), False
-        self._last: tuple[int, torch.cuda.Event] | None = None  # by whom it was last read
+        # Streams are raw handles, of which 0 is the current GPU's, and events are used again: PyTorch's cost the host
+        # several us each time.
+        self._gpu = cupy.cuda.Device(self._stream.device_index)
+        with self._gpu:
+            self._before, self._after, self._read = (cupy.cuda.Event(disable_timing=True) for _ in range(3))
+        self._last: int | None = None  # the stream in which it was last read, until `_read`
         self._reserve(_ALIGNED)
 
     @torch.inference_mode(False)  # or whoever comes later, outside, might not write to it
@@ -56,9 +61,10 @@ class Window:
                 return False
             torch.cuda.synchronize(self._device)
             self._reserve(-(-size // _ALIGNED) * _ALIGNED)
-        here = torch.cuda.current_stream(self._device)
-        if self._last is not None and self._last[0] != here.cuda_stream and not capturing:
-            here.wait_event(self._last[1])
+        here = stream(self._ordinal)
+        if self._last not in (None, here) and not capturing:
+            with self._gpu:
+                runtime.streamWaitEvent(here, self._read.ptr)
         self._handle.barrier(timeout_ms=PATIENCE)
         return True
 
@@ -92,24 +98,28 @@ class Window:
     def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Start to copy beside what computes: of each part the rank to whom it goes, where it begins there, its address
         and its bytes."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._pushed = True
-        handle = self._stream.cuda_stream
+        beside, self._pushed = self._stream.cuda_stream, True
+        self._wait(beside, stream(self._ordinal), self._before)
         for rank, offset, address, count in parts:
-            (code,) = runtime.cudaMemcpyAsync(self.places[rank] + offset, address, count, _DEFAULT, handle)
-            if code != runtime.cudaError_t.cudaSuccess:
-                raise RuntimeError(f"a copy to rank {rank} of the group failed: {code.name}")
+            runtime.memcpyAsync(self.places[rank] + offset, address, count, runtime.memcpyDefault, beside)
 
     def arrived(self) -> None:
         """For who computes next: what all ranks pushed and put until here is there, and all are done with what they
         computed."""
         if self._pushed:  # a graph may wait for no stream that is not its own
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._wait(stream(self._ordinal), self._stream.cuda_stream, self._after)
             self._pushed = False
         self._handle.barrier(timeout_ms=PATIENCE)
 
     def end(self) -> None:
         """After what was computed with the last that arrived."""
         if not torch.cuda.is_current_stream_capturing():
-            here = torch.cuda.current_stream(self._device)
-            self._last = here.cuda_stream, here.record_event()
+            self._last = stream(self._ordinal)
+            with self._gpu:
+                runtime.eventRecord(self._read.ptr, self._last)
+
+    def _wait(self, stream: int, other: int, event: cupy.cuda.Event) -> None:
+        """Have a stream wait for what is in another now."""
+        with self._gpu:
+            runtime.eventRecord(event.ptr, other)
+            runtime.streamWaitEvent(stream, event.ptr)
