@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import numbers as numbers_module
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import cached, dispatch, interop, writing
@@ -120,7 +121,7 @@ def attention_append(
         raise unexpected("attention_append", "numbers", inspect.signature(attention_append).parameters)
     numbers = {}
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
-        if isinstance(x, numbers_module.Real):
+        if x is not None and isinstance(x, numbers_module.Real):
             numbers[name] = positive(name, x)
         else:
             arrays[name] = x
@@ -193,12 +194,12 @@ def _traced(arrays: Arrays, given: dict[str, Any]) -> Any:
 
 def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     """As `attention_append`, of its arrays and everything else by name."""
-    key = _class(arrays, options)
+    key, addresses = _class(arrays, options)
     try:
         known = None if key is None else _alike.get(key)
     except TypeError:  # of a list in a tuple
         key = known = None
-    if known is not None and (done := known.run(arrays)) is not None:
+    if known is not None and (done := known.run(arrays, addresses)) is not None:
         return _one_or_all(done)
     asked = _Asked.of(arrays, options)
     q = arrays["q"]
@@ -253,54 +254,62 @@ def _one_or_all(found: tuple[Array, ...]) -> Any:
     return found[0] if len(found) == 1 else found or None
 
 
-class _Alike(NamedTuple):
+class _Alike:
     """Calls that run as one before them has: a launch that writes and, where something is attended to, a call but for
     its arrays. `turns`: whether that is q turned."""
 
-    writes: Any
-    call: Call | None
-    turns: bool
+    def __init__(self, writes: Any, call: Call | None, turns: bool) -> None:
+        self._writes, self._call, self._turns = writes, call, turns
+        self._prepared: Callable[[], Any] = lambda: None  # what a GPU attends by, as long as the corridor keeps it
 
-    def run(self, arrays: Arrays) -> tuple[Array, ...] | None:
-        """None where this is for others to do."""
+    def run(self, arrays: Arrays, at: dict[str, int]) -> tuple[Array, ...] | None:
+        """None where this is for others to do. `at`: addresses of the arrays."""
+        call = self._call
         if arrays["v_cache"] is None:  # of latent attention, which has k in its place
             arrays = arrays | {"v_new": arrays["k_new"], "v_cache": arrays["k_cache"]}
-        done = self.writes.run(arrays)
-        if done is None or self.call is None:
+            at = at | {"v_new": at["k_new"], "v_cache": at["k_cache"]}
+        done = self._writes.run(arrays, at)
+        if done is None or call is None:
             return done and ()
         totals, turned = done
-        of = {"q": turned if self.turns else arrays["q"], "k": arrays["k_cache"], "v": arrays["v_cache"]}
-        named = ("cu_seqlens_q", "page_table", *cached.SCALES)
-        of |= {name: arrays[name] for name in named if arrays.get(name) is not None}
-        return _attended(self.call.but(arrays=of | {"seqlens_k": totals}, follows=True))
+        of = {"q": turned if self._turns else arrays["q"], "k": arrays["k_cache"], "v": arrays["v_cache"]}
+        of |= {name: arrays[name] for name in _ALSO if arrays.get(name) is not None}
+        call = call.but(arrays=of | {"seqlens_k": totals}, follows=True)
+        lib, prepared = call.lib, self._prepared()
+        if (recorder := lib.recorder(call)) is not None:
+            return _results(call, recorder(call))
+        if prepared is not None:
+            return _results(call, prepared.run(call, [*map(lib.pointer, call.arrays.values())]))
+        found = dispatch.run(call)
+        self._prepared = dispatch.kept(call)
+        return _results(call, found)
 
 
 _alike: dict[Any, _Alike] = {}
 _MOST = 1024
-_TURNED, _OF_ANY_PLACE = ("rotary[0]", "rotary[1]"), frozenset((*INTEGERS, *cached.SCALES))
+_ALSO = ("cu_seqlens_q", "page_table", *cached.SCALES)
+_OF_ANY_PLACE = frozenset((*INTEGERS, *cached.SCALES))
 _PLAIN = frozenset((bool, int, float, str, type(None), tuple))
 
 
-def _class(arrays: Arrays, options: dict[str, Any]) -> Any:
-    """What is the same of calls that run alike; None where there is something that each call must look at."""
+def _class(arrays: Arrays, options: dict[str, Any]) -> tuple[Any, dict[str, int]]:
+    """What is the same of calls that run alike, None where there is something that each call must look at; and where
+    arrays lie."""
     cls, given = type(arrays["k_cache"]), {name: x for name, x in arrays.items() if x is not None}
     lib: Any = interop.known(cls)
     if lib is None or "seed" in options or options["check"] is not False or {*map(type, given.values())} != {cls}:
-        return None
+        return None, {}
     kinds = (*map(type, options.values()),)
     if not _PLAIN.issuperset(kinds) or writing.on_kernel(lib, given) is None or asked_for(False):
-        return None
-    pointer, bits, of_angles = lib.pointer, 0, 0
+        return None, {}
     try:
-        for name, x in given.items():
-            if name in _TURNED:
-                of_angles |= pointer(x)
-            elif name not in _OF_ANY_PLACE:
-                bits |= pointer(x)
+        at = dict(zip(given, map(lib.pointer, given.values())))
         signatures = [*map(lib.signature, given.values())]
     except (RuntimeError, TypeError):  # of a sparse tensor
-        return None
-    return cls, *options.items(), *kinds, *given, *signatures, bits & 15, of_angles & 15
+        return None, {}
+    # Of integers and scales, which no kernel reads in vectors, it does not matter where they begin.
+    odd = tuple([(name, x & 15) for name, x in at.items() if x & 15 and name not in _OF_ANY_PLACE])
+    return (cls, *options.items(), *kinds, *given, *signatures, *odd), at
 
 
 def _keep(key: Any, done: writing.Written, call: Call | None, turns: bool) -> None:
@@ -311,8 +320,11 @@ def _keep(key: Any, done: writing.Written, call: Call | None, turns: bool) -> No
 
 
 def _attended(call: Call) -> tuple[Array, ...]:
-    out, lse = (call.lib.recorder(call) or dispatch.run)(call)
-    return (out, lse) if call.return_lse else (out,)
+    return _results(call, (call.lib.recorder(call) or dispatch.run)(call))
+
+
+def _results(call: Call, found: tuple[Array, Array | None]) -> tuple[Array, ...]:
+    return found if call.return_lse else found[:1]
 
 
 # ---- what is asked --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import interop
@@ -37,6 +38,12 @@ def run(call: Call) -> Any:
     for x in targets.values():
         adapter.written(x)
     return results if arrays["q"] is q else _as_given(call, results, q, into)
+
+
+def kept(call: Call) -> Callable[[], Any]:
+    """Of a call that has run on a GPU what the next one like it runs by, as long as that is kept: its `run` takes a
+    call and its arrays' addresses. Of one on a CPU nothing."""
+    return _gpu().kept(call) if call.lib.on_gpu(call.arrays["q"]) else lambda: None
 
 
 def _with_numbers(call: Call) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 from . import cached, caches, interop, overlap
@@ -83,13 +84,16 @@ def behind(
 
 def on_kernel(lib: Any, arrays: Arrays) -> Any:
     """The module that launches, where arrays lie on a GPU and nobody follows them."""
-    if lib.kind == "cupy" or (
-        lib.kind == "torch" and arrays["k_cache"].is_cuda and not lib.recorded([*arrays.values()])
-    ):
-        from .gpu import append
-
-        return append
+    if lib.kind == "cupy" or (lib.kind == "torch" and arrays["k_cache"].is_cuda and not lib.recorded(arrays.values())):
+        return _append()
     return None
+
+
+@functools.cache  # an import statement costs 1 us in every call
+def _append() -> Any:
+    from .gpu import append
+
+    return append
 
 
 def _write(

@@ -15,8 +15,8 @@ import pytest
 cupy = pytest.importorskip("cupy")
 from stand_in_cuda import Cuda
 
-from cupyflash import attention, attention_append, attention_backward, writing
-from cupyflash.gpu import corridor, device, launch, params
+from cupyflash import appending, attention, attention_append, attention_backward, writing
+from cupyflash.gpu import alone, corridor, device, launch, params
 from cupyflash.gpu.device import Arch
 from cupyflash.interop import cupy_
 from cupyflash.problem import ITEMSIZE, OPTIONS, View, contiguous
@@ -460,3 +460,33 @@ def test_a_family_is_asked_before_rows_are_written(gpu: Gpu, monkeypatch: pytest
             attention_append(*given, family=family)
     with pytest.raises(AssertionError, match="rows were written"):
         attention_append(*given, family="sm80")
+
+
+def test_the_next_append_attends_by_what_is_kept_of_the_last(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a look at what it is given; anew where that is not alike, and where tiles are stored."""
+    monkeypatch.setattr(appending, "_alike", {})
+    monkeypatch.setattr(alone, "_function", lambda *_: SimpleNamespace(ptr=1))
+    prepared: list[Any] = []
+    prepare = corridor.prepare
+    monkeypatch.setattr(corridor, "prepare", lambda *given: (prepared.append(given), prepare(*given))[1])
+
+    def append(rows: int = 9, odd: int = 0, **options: Any) -> tuple[int, int]:
+        """How often a call was prepared, and how much was copied."""
+        q, new = gpu.array((2, 1, 4, D), offset=odd), gpu.array((2, 1, 2, D))
+        caches, filled = [gpu.array((2, rows, 2, D)) for _ in "kv"], gpu.array((2,), np.int32)
+        before = len(prepared), len(gpu.copied)
+        attention_append(q, new, new, *caches, filled, **options)
+        p = gpu.last()
+        assert [p["k"], p["v"]] == [x.data.ptr for x in caches] and p["seqlens_k"] != filled.data.ptr
+        assert odd or p["q"] == q.data.ptr
+        return len(prepared) - before[0], len(gpu.copied) - before[1]
+
+    more: list[dict[str, Any]] = [{"causal": True}, {"rows": 10}, {"odd": 8}, {"family": "simt"}, {"return_lse": True}]
+    ways = [{}, *more]
+    for _ in range(2):
+        kinds = [append(**how) for how in ways]
+        assert all(n for n, _ in kinds) and kinds[3][1] == 1
+    planned = gpu.planned
+    assert [append(**how) for how in ways] == [(0, copies) for _, copies in kinds] and gpu.planned == planned
+    corridor.forget()
+    assert append() == (2, 0) and gpu.planned == planned + 1 and append() == (0, 0)

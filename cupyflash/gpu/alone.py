@@ -17,20 +17,22 @@ class Program(Hashable, Protocol):
 
 def launch(program: Program, name: str, params: bytes, grid: tuple[int, int], ordinal: int, stream: int) -> None:
     """Run the kernel of this name, on `grid`, blocks and the threads of each."""
-    from cupy.cuda import Device, driver, runtime
-
-    arguments = _arguments(params)
-    with Device(ordinal):
-        runtime.setDevice(ordinal)  # the driver wants a context, on this thread too
+    arguments, of = _arguments(params), _launching()
+    with of.here(ordinal):
         function = _function(program, name, ordinal)
-        driver.launchKernel(function.ptr, grid[0], 1, 1, grid[1], 1, 1, 0, stream, arguments.address, 0)
+        of.driver.launchKernel(function.ptr, grid[0], 1, 1, grid[1], 1, 1, 0, stream, arguments.address, 0)
 
 
 @functools.lru_cache(256)
 def _arguments(params: bytes) -> Any:
-    from .launch import Arguments
+    return _launching().Arguments(params)
 
-    return Arguments(params)
+
+@functools.cache  # an import statement costs 1 us in every launch
+def _launching() -> Any:
+    from . import launch
+
+    return launch
 
 
 @functools.lru_cache(128)

@@ -200,12 +200,15 @@ class Prepared:
         order = ("k_new", "v_new", "q", *_CACHES, "turned", *cached.SCALES, *_GIVEN, "totals")
         self._in_order = itemgetter(*[found.get(name, -1) for name in order])
 
-    def run(self, arrays: Mapping[str, Any]) -> tuple[Any | None, Any | None] | None:
+    def run(
+        self, arrays: Mapping[str, Any], at: Mapping[str, int] | None = None
+    ) -> tuple[Any | None, Any | None] | None:
         """Write, on the current stream of the arrays' library. Lengths behind the call, where there are lengths, and
-        the q that is given, turned; None, and nothing is done, where arrays share memory."""
+        the q that is given, turned; None, and nothing is done, where arrays share memory. `at`: their addresses, where
+        they are known already."""
         lib, ordinal = self._lib, self._lib.device(arrays["k_cache"])
         pointer = lib.pointer
-        addresses = tuple([pointer(arrays[name]) for name in self._views])
+        addresses = tuple([pointer(arrays[name]) if at is None else at[name] for name in self._views])
         if addresses not in self._apart:
             extents = [(at + first, at + end) for at, (first, end) in zip(addresses, self._extents)]
             views = [*self._views.values()]

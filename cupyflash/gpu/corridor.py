@@ -6,7 +6,8 @@ with the same shapes costs a look-up, the outputs' allocation and the launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -249,6 +250,21 @@ class Prepared:
                 self.first = step
         self.keeps = any(step.plan is not None and step.plan.found for step in self.others)
 
+    def run(self, call: Call, addresses: list[int]) -> Any:
+        """(out, lse), where lse is None unless it is asked for; of gradients, `Gradients`; of a jvp, (tout, tlse)."""
+        results, rows, workspace = self.first.run(call, addresses)
+        if not call.of.of_gradients:
+            return results[0], rows
+        of_arrays: dict[str, Any] = {}
+        if self.others:
+            if not self.keeps:
+                workspace = None
+            call = call.but(targets={}, add=False)
+            for step in self.others:
+                of_arrays |= zip(step.wrt, step.run(call, addresses, workspace).results)
+        dq, dk, dv = results
+        return Gradients(dq, dk, dv, of_arrays)
+
     @property
     def steps(self) -> list[Step]:
         return [self.first, *self.others]
@@ -260,22 +276,14 @@ class Prepared:
 
 
 def run(call: Call) -> Any:
-    """(out, lse), where lse is None unless it is asked for; of gradients, `Gradients`; of a jvp, (tout, tlse)."""
-    lib = call.lib
-    ordinal, addresses = lib.device(call.arrays["q"]), addresses_of(lib, call.arrays)
-    prepared = prepare(call, addresses, ordinal)
-    results, rows, workspace = prepared.first.run(call, addresses)
-    if not call.of.of_gradients:
-        return results[0], rows
-    of_arrays: dict[str, Any] = {}
-    if prepared.others:
-        if not prepared.keeps:
-            workspace = None
-        call = call.but(targets={}, add=False)
-        for step in prepared.others:
-            of_arrays |= zip(step.wrt, step.run(call, addresses, workspace).results)
-    dq, dk, dv = results
-    return Gradients(dq, dk, dv, of_arrays)
+    """As `Prepared.run`."""
+    addresses = addresses_of(call.lib, call.arrays)
+    return prepare(call, addresses, call.lib.device(call.arrays["q"])).run(call, addresses)
+
+
+def kept(call: Call) -> Callable[[], Prepared | None]:
+    """What such a call runs, as long as `forget` or others do not take its place: a tile may be stored for it."""
+    return weakref.ref(prepare(call, addresses_of(call.lib, call.arrays), call.lib.device(call.arrays["q"])))
 
 
 def addresses_of(lib: GpuAdapter, arrays: Arrays) -> list[int]:

@@ -6,7 +6,8 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import cupy
@@ -45,6 +46,24 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def here(device: int) -> AbstractContextManager[Any]:
+    """In which a GPU is this thread's, and the driver has a context for it."""
+    if runtime.getDevice() == device and device in _thread.devices:
+        return _HERE
+    return _there(device)
+
+
+@contextmanager
+def _there(device: int) -> Iterator[None]:
+    with cupy.cuda.Device(device):
+        runtime.setDevice(device)  # the driver wants a context, on this thread too
+        _thread.devices.add(device)
+        yield
+
+
+_HERE = nullcontext()
 
 
 class Arguments:
@@ -106,12 +125,7 @@ class Launcher:
         `follows`: the launch before there is one of ours, and waited for all before it."""
         for index, offset in self._offsets:
             pointers[index] = workspace + offset
-        if runtime.getDevice() == self.device and self.device in _thread.devices:
-            self._launch(pointers, stream, follows)
-            return
-        with cupy.cuda.Device(self.device):
-            runtime.setDevice(self.device)  # the driver wants a context, on this thread too
-            _thread.devices.add(self.device)
+        with here(self.device):
             self._launch(pointers, stream, follows)
 
     def find(self, pointers: list[int], first: Launcher, workspace: int) -> None:

@@ -8,7 +8,7 @@ the corridor: all of these cost the host less than the dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ def recorder(call: Call) -> Recorder | None:
     it."""
     arrays, forward = call.arrays, call.of is FORWARD
     q = arrays["q"]
-    if followed(q) or _any_dual(arrays) or (forward and _autocast_dtype(q) is not None):
+    if followed(q) or _any_dual(arrays.values()) or (forward and _autocast_dtype(q) is not None):
         return run
     if not forward:
         return run if _by_operator(call) or torch.are_deterministic_algorithms_enabled() else None
-    return _record if torch.is_grad_enabled() and _any_requires_grad(arrays) else None
+    return _record if torch.is_grad_enabled() and _any_requires_grad(arrays.values()) else None
 
 
 def followed(x: torch.Tensor) -> bool:
@@ -41,10 +41,11 @@ def followed(x: torch.Tensor) -> bool:
     return traced(x) or torch._C._are_functorch_transforms_active()
 
 
-def recorded(tensors: Sequence[torch.Tensor]) -> bool:
+def recorded(tensors: Collection[torch.Tensor]) -> bool:
     """Whether somebody follows what becomes of one of them: autograd, a compiler, a transform."""
-    arrays = {str(n): x for n, x in enumerate(tensors)}
-    return followed(tensors[0]) or _any_dual(arrays) or (torch.is_grad_enabled() and _any_requires_grad(arrays))
+    if followed(next(iter(tensors))) or _any_dual(tensors):
+        return True
+    return torch.is_grad_enabled() and _any_requires_grad(tensors)
 
 
 # By names of their own, since each call asks them.
@@ -63,19 +64,19 @@ def traced(q: torch.Tensor) -> bool:
     )
 
 
-def _any_requires_grad(arrays: Arrays) -> bool:
-    for x in arrays.values():
+def _any_requires_grad(arrays: Iterable[Any]) -> bool:
+    for x in arrays:
         if getattr(x, "requires_grad", False):
             return True
     return False
 
 
-def _any_dual(arrays: Arrays) -> bool:
+def _any_dual(arrays: Iterable[Any]) -> bool:
     """Whether forward mode follows one of them. (Where a compiled program has its level, operators ask by
     themselves.)"""
     if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
-    return torch_derivatives.any_dual([x for x in arrays.values() if isinstance(x, torch.Tensor)])
+    return torch_derivatives.any_dual([x for x in arrays if isinstance(x, torch.Tensor)])
 
 
 _is_batched, _is_legacy_batched = torch_operators.is_batched, torch._C._functorch.is_legacy_batchedtensor
@@ -85,7 +86,7 @@ def _by_operator(call: Call) -> bool:
     """Of a pass that takes results: whether it is to be differentiated (again), or mapped by autograd's own vmap
     (is_grads_batched=True)."""
     arrays = call.arrays
-    if torch.is_grad_enabled() and not call.targets and _any_requires_grad(arrays):
+    if torch.is_grad_enabled() and not call.targets and _any_requires_grad(arrays.values()):
         return True
     if not call.of.moved:  # then gradients alone may be
         return _is_batched(arrays["dout"]) or ("dlse" in arrays and _is_batched(arrays["dlse"]))
@@ -104,9 +105,9 @@ def _forward(call: Call, settled: bool) -> Any:
     if dtype is not None:
         call = call.but(arrays=_autocast(call.arrays, dtype))
     arrays = call.arrays
-    recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
+    recorded = torch.is_grad_enabled() and _any_requires_grad(arrays.values())
     compiled = traced(arrays["q"])
-    if not compiled and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays):
+    if not compiled and not torch._C._are_functorch_transforms_active() and not _any_dual(arrays.values()):
         return (_record if recorded else dispatch.run)(call)
     _check_followed(call, recorded)
     return _followed_by_pytorch(call, compiled, settled)
@@ -116,8 +117,8 @@ def check(call: Call) -> None:
     """TypeError, ValueError or NotImplementedError where PyTorch follows a forward that it cannot: for who writes
     before that runs."""
     arrays = call.arrays
-    recorded = torch.is_grad_enabled() and _any_requires_grad(arrays)
-    if followed(arrays["q"]) or _any_dual(arrays):
+    recorded = torch.is_grad_enabled() and _any_requires_grad(arrays.values())
+    if followed(arrays["q"]) or _any_dual(arrays.values()):
         _check_followed(call, recorded)
         torch_schema.check_options(call.options)
     elif recorded:
@@ -136,7 +137,7 @@ def _derivative(call: Call, settled: bool = False) -> Any:
     q, dout = arrays["q"], arrays.get("dout")
     compiled = traced(q) or (dout is not None and traced(dout))
     transformed = compiled or torch._C._are_functorch_transforms_active()
-    if not transformed and not _any_dual(arrays) and not _by_operator(call):
+    if not transformed and not _any_dual(arrays.values()) and not _by_operator(call):
         return torch_operators.at_once(call)
     if call.targets:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
