@@ -13,7 +13,7 @@ from reference import fresh_rng
 torch = pytest.importorskip("torch")
 
 from cupyflash import attention, merge, parallel
-from cupyflash.parallel import Rows, asked, calls
+from cupyflash.parallel import Rows, asked, calls, run
 from cupyflash.parallel.groups import Alone
 from cupyflash.parallel.kinds import kind_of
 
@@ -65,6 +65,62 @@ def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatc
     for n, (x, y) in enumerate(zip(inputs, slopes)):
         whole = ROWS.join([some[n] for some, _ in found])
         torch.testing.assert_close(whole, attention(*x, alibi_slopes=y, **OPTIONS))
+
+
+def test_whatever_a_call_depends_on_is_said_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thing changed at a time: checked once, and computed with what it says, whichever came before."""
+    checked: list[Any] = []
+    monkeypatch.setattr(calls, "check", lambda *x: (checked.append(x[0]), asked.check(*x))[1])
+    drawn = torch.from_numpy(fresh_rng().standard_normal((3, 1, 64, 2, 8)))
+    others = Rows(64, (((0, 32), (48, 64)), ((32, 48),)))
+    ways: list[dict[str, Any]] = [
+        {}, {"exchange": "keys"}, {"exchange": "heads"}, {"groups": 2}, {"stretches": 2}, {"causal": False},
+        {"window": (9, 3)}, {"scale": 0.5}, {"softcap": 2.0}, {"rows": others, "key_rows": ROWS}, {"key_rows": others},
+        {"alibi_slopes": torch.tensor([0.5, 0.25])}, {"dtype": torch.float32}, {"layout": "bhsd"}, {"step": 2},
+    ]  # fmt: skip
+
+    def work(plain: Any) -> None:
+        group = Costly(plain)
+        for turn in range(3):
+            for way in ways:
+                how = {"rows": ROWS, "causal": True} | way
+                x = (drawn * (turn + 1)).to(how.pop("dtype", torch.float64))
+                own = [r.take(y, plain.rank) for r, y in zip((how["rows"], *(how.get("key_rows", ROWS),) * 2), x)]
+                own = [y.repeat_interleave(n, -1)[..., ::n] for n in [how.pop("step", 1)] for y in own]
+                axes = (1, 2) if how.get("layout") == "bhsd" else (1, 1)
+                before = len(checked)
+                found = parallel.attention(*(y.transpose(*axes) for y in own), group, **how).transpose(*axes)
+                group.all_gather(np.zeros(1, np.uint8))  # until both have
+                assert (len(checked) > before) == (turn == 0), way
+                group.all_gather(np.zeros(1, np.uint8))
+                plan = ("rows", "key_rows", "exchange", "groups", "stretches", "layout")
+                want = attention(*x, **{name: y for name, y in how.items() if name not in plan})
+                torch.testing.assert_close(found, how["rows"].take(want, plain.rank))
+
+    parallel.simulated(2).run(work)
+
+
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_numbers_of_rows_are_given_as_kernels_take_them(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some of a rank's rows each call of a GPU would copy them."""
+    seen: list[Any] = []
+    ran = run.Turn.run
+
+    def looked_at(self: Any, asked: Any, arrays: Any, targets: Any) -> Any:
+        seen.extend((name, x.is_contiguous()) for name, x in arrays.items() if name in ("lse", "dlse"))
+        return ran(self, asked, arrays, targets)
+
+    monkeypatch.setattr(run.Turn, "run", looked_at)
+    q, k, v, dout = (torch.from_numpy(fresh_rng().standard_normal((2, 64, 2, 8))) for _ in range(4))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+
+    def work(group: Any) -> None:
+        own = [ROWS.take(x, group.rank) for x in (dout, q, k, v, out)]
+        norm = ROWS.take(lse, group.rank, 2)
+        parallel.attention_backward(*own, norm, group, rows=ROWS, causal=True, exchange=exchange, dlse=norm)
+
+    parallel.simulated(2).run(work)
+    assert {name for name, _ in seen} == {"lse", "dlse"} and all(beside for _, beside in seen)
 
 
 @pytest.mark.parametrize("exchange", ["keys", "heads"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .. import interop
@@ -17,10 +17,23 @@ from .masks import RowsMask
 _PLAIN = (str, int, float, bool, type(None))
 _ARRAYS = [row.name for row in ARRAYS if row.name != "seed"]
 _KEPT = 256
-_templates: OrderedDict[Hashable, Asked] = OrderedDict()  # without their arrays and groups
+_templates: OrderedDict[Kind, Asked] = OrderedDict()  # without their arrays and groups
 
 
-def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any], *more: Any) -> Hashable | None:
+class Kind:
+    """What is asked but for the values of arrays, hashed once."""
+
+    def __init__(self, *said: Any) -> None:
+        self._said, self._hash = said, hash(said)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and self._said == other._said
+
+
+def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any], *more: Any) -> Kind | None:
     """A key that says all that is asked but for the values of arrays; None where that cannot be said, or where ranks
     compare every call."""
     if any(x.eager for x in ranks):
@@ -40,21 +53,19 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
                 key.append((name, signature(x)))
             else:
                 return None
-        found = (*key, *more)
-        hash(found)
+        return Kind(*key, *more)
     except Exception:  # noqa: BLE001 - `check` says what is wrong
         return None
-    return found
 
 
 def recalled(
-    kind: Hashable | None, ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any]
+    kind: Kind | None, ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any]
 ) -> Asked | None:
     """What `check` made of such a call, with these arrays and groups; None where it did not yet."""
-    if kind is None or kind not in _templates or not all(kind in x.known for x in ranks):
+    if kind is None or (template := _templates.get(kind)) is None or not all(kind in x.known for x in ranks):
         return None
     _templates.move_to_end(kind)
-    found, given = _templates[kind].but(), iter(ranks)
+    found, given = template.but(), iter(ranks)
     found.team, found.group = (next(given) if x is None else x for x in (found.team, found.group))
     found.arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
     found.mask = options.get("block_mask")
@@ -66,7 +77,7 @@ def recalled(
     return found
 
 
-def keep(kind: Hashable | None, ranks: Sequence[Group], asked: Asked) -> None:
+def keep(kind: Kind | None, ranks: Sequence[Group], asked: Asked) -> None:
     """Of a call that all ranks agreed on."""
     if kind is None:
         return

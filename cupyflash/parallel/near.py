@@ -92,6 +92,11 @@ class NearKeys:
                 put_sum(taken(target, to), [taken(whose[rank][i], at) for rank, at in parts])
 
 
+_Added = tuple[
+    Place | None, tuple[tuple[int, Place | None], ...]
+]  # where a sum goes, and which rows of which ranks it is
+
+
 class _Moves(NamedTuple):
     """Of a round, K and V each."""
 
@@ -102,17 +107,19 @@ class _Moves(NamedTuple):
     packed: int  # bytes of the latter
     sends: tuple[tuple[int, int, int, int, int], ...]  # rank, byte there, of which array here (_ROOM, ...), byte, bytes
     others: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]  # ranks with sums of rows held here, and their shapes
-    added: tuple[tuple[Place, tuple[tuple[int, Place], ...]], ...]  # where sums of whose rows go, in this order
+    added: tuple[
+        tuple[Place | None, tuple[tuple[int, Place | None], ...]], ...
+    ]  # where sums of whose rows go, in this order
     sizes: tuple[int, int]  # bytes of keys, of sums, of the rank that has most
 
 
 _ROOM, _PACKED, _GIVEN = range(3)  # where keys are computed with, rows that are not among them, K; V is behind
 
 
-def _added(of: Round, rank: int, k: Any) -> list[tuple[Place, tuple[tuple[int, Place], ...]]]:
+def _added(of: Round, rank: int, k: Any) -> list[_Added]:
     """Of gradients of a round's keys that a rank holds."""
     have = {m.target: (m.length, m.here) for m in of.sends} | {rank: (of.length, tuple(x for _, x in of.own(rank)))}
-    found = []
+    found: list[_Added] = []
     for (a, b), parts in parts_of(of, rank):
         sources = []
         for x in parts:

@@ -29,9 +29,9 @@ class Turn(NamedTuple):
     """A call of a round, as all calls of a kind make it."""
 
     call: Call  # but for what it is given
-    rows: Place  # of queries, (B, S, H, D)
-    numbers: Place  # of these, (B, H, S)
-    keys: Place  # among those of the round
+    rows: Place | None  # of queries, (B, S, H, D)
+    numbers: Place | None  # of these, (B, H, S)
+    keys: Place | None  # among those of the round
     step: Step
     heads: Span  # of queries, among all
     first: bool  # of these heads: results are merged into those of the calls before
@@ -108,11 +108,11 @@ class Part:
             memo[key] = make()
         return memo[key]
 
-    def turns(self, of: Pass) -> Sequence[tuple[Round, Place, Sequence[Turn]]]:
+    def turns(self, of: Pass) -> Sequence[tuple[Round, Place | None, Sequence[Turn]]]:
         """Of each round the place of its query heads among those that the rank has, and its calls."""
         return self.kept("turns", lambda: [self._turns(of, x) for x in self.rounds()])
 
-    def _turns(self, of: Pass, round_: Round) -> tuple[Round, Place, Sequence[Turn]]:
+    def _turns(self, of: Pass, round_: Round) -> tuple[Round, Place | None, Sequence[Turn]]:
         asked, (q_shift, k_shift), count = self.asked, self.asked.shift, self.rows.count(self.asked.group.rank)
         heads = round_.heads[0] * self.group_of, round_.heads[1] * self.group_of
         first, of_rank = self.heads[0] * self.group_of, (heads, (self.heads[1] - self.heads[0]) * self.group_of)
