@@ -22,12 +22,13 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     const Range queries = head.query_tile<config::OWNED>(p, at.number);
     const int row = queries.begin;
 
-    const Matrix q = query_matrix(p, head, p.q, p.q_strides, p.dim);
-    const Matrix tq = query_matrix(p, head, p.tq, p.tq_strides, p.dim);
-    const Matrix k = key_matrix(p, head, p.k, p.k_strides, p.dim);
-    const Matrix tk = key_matrix(p, head, p.tk, p.tk_strides, p.dim);
-    const Matrix v = key_matrix(p, head, p.v, p.v_strides, p.dim_v);
-    const Matrix tv = key_matrix(p, head, p.tv, p.tv_strides, p.dim_v);
+    // The arrays of the head, made where they are needed: kept over the loop they would take registers that sums need.
+    const auto of_queries = [&](const In* x, const Strides& strides) {
+        return query_matrix(p, head, x, strides, p.dim);
+    };
+    const auto of_keys = [&](const In* x, const Strides& strides, int columns) {
+        return key_matrix(p, head, x, strides, columns);
+    };
 
     const Dropout dropout(p);
     const KeyWalk<config::VISITED, config::OWNED> walk(p, head, queries);
@@ -41,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
     for (int step = walk.start(); (SCORES_MOVE || config::TV) && walk.has(step); step = walk.next(step)) {
         const int key = walk.tile(step) * config::VISITED;
         ScoreTile s, ts = {};
-        dot_products(s, q, row, k, key, shared);
-        if (config::TQ) add_dot_products(ts, tq, row, k, key, shared);
-        if (config::TK) add_dot_products(ts, q, row, tk, key, shared);
+        dot_products(s, of_queries(p.q, p.q_strides), row, of_keys(p.k, p.k_strides, p.dim), key, shared);
+        if (config::TQ) add_dot_products(ts, of_queries(p.tq, p.tq_strides), row, of_keys(p.k, p.k_strides, p.dim), key, shared);
+        if (config::TK) add_dot_products(ts, of_queries(p.q, p.q_strides), row, of_keys(p.tk, p.tk_strides, p.dim), key, shared);
 
         const MovingPairs pairs(p, head, walk.bits(step, queries));
         const bool tested = walk.tests(p, head, queries, step);
@@ -74,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
             }
         }
 
-        if (SCORES_MOVE) add_weighted(o, ts, v, key, column, tested, shared);
-        if (config::TV) add_weighted(o, s, tv, key, column, tested, shared);
+        if (SCORES_MOVE) add_weighted(o, ts, of_keys(p.v, p.v_strides, p.dim_v), key, column, tested, shared);
+        if (config::TV) add_weighted(o, s, of_keys(p.tv, p.tv_strides, p.dim_v), key, column, tested, shared);
     }
 
     const Pairs pairs(p, head);
