@@ -15,14 +15,7 @@
 // What each query brings (attention/prepare.cuh), and zeros in the counters.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
-    DQCounters counters(p);
-    if (threadIdx.x == 0) {
-        if (blockIdx.x == 0) p.counters[0] = *counters.ticket = 0;
-        if (blockIdx.x < Share::count(p)) counters.clear[blockIdx.x] = 0;
-        counters.added[blockIdx.x] = 0;
-        int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * WARPGROUPS : 0;
-        for (int i = blockIdx.x; i < sums; i += gridDim.x) counters.left[i] = 0;
-    }
+    DQCounters(p).begin(p);
     if (config::PACKED_Q && at.none()) return;
     prepare_rows<ROWS>(p, at.head, at.number);
 }
@@ -32,18 +25,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));
     if (threadIdx.x == 0) {
-        s.k.init();
-        s.v.init();
-        s.q.init();
-        s.d.init();
-        if (PAIR_ARRAYS) s.pairs.init();
-        for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) s.dq(warpgroup).init();
-        for (int i = 0; i < FINISHERS; i++) s.finish_ring(i).init();
-        if (CLUSTERED) s.ticket.init();
-        if (SPLIT_KEYS) s.far_ds.init();
-        if (SPLIT_COLUMNS)
-            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) s.far_sums(warpgroup).init();
-        mbarrier_init_fence();
+        s.init();
         tma_prefetch(maps.q);
         tma_prefetch(maps.k);
         tma_prefetch(maps.v);

@@ -26,6 +26,7 @@ __device__ inline void clear_keys(const Params& p, const Shared& s, const KeyTil
         if (any) {
             dead.clear<CONSUMER_WARPS>(s.k_tile(), warp);
             dead.clear<CONSUMER_WARPS>(s.v_tile(), warp);
+            if (TK) dead.clear<CONSUMER_WARPS>(s.tk_tile(), warp);
         }
         if constexpr (SPLIT_KEYS) {
             DeadRows<KEYS> far = dead_keys(pairs, s.far_key(t));

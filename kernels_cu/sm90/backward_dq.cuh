@@ -57,7 +57,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                 }
 #pragma unroll
                 for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
-                    int column16 = SHARE_ROWS ? 0 : 4 * warpgroup;
+                    int column16 = SHARE_ROWS || MOVED ? 0 : 4 * warpgroup;
                     int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
                     dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
@@ -117,6 +117,22 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
     }
 }
 
+// Where dQ's rows are; of the kernel that differentiates the backward, those of its tangent.
+template <class Given>
+__device__ auto* dq_rows(const Given& p) {
+    if constexpr (MOVED)
+        return p.tdq;
+    else
+        return p.dq;
+}
+template <class Given>
+__device__ const Strides& dq_strides(const Given& p) {
+    if constexpr (MOVED)
+        return p.tdq_strides;
+    else
+        return p.dq_strides;
+}
+
 // A consumer's part of dQ^T, to shared memory.
 __device__ inline void put(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part) {
 #pragma unroll
@@ -174,8 +190,8 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
                 dq.wait_full();
                 if constexpr (WHOLE_DQ) {
                     if (!maps.map_out)
-                        store_rows<PART_ROWS>(tile, 0, head.query_row(p.dq, p.dq_strides, row) + column,
-                                              p.dq_strides.row, head.queries(p) - row, p.dim - column);
+                        store_rows<PART_ROWS>(tile, 0, head.query_row(dq_rows(p), dq_strides(p), row) + column,
+                                              dq_strides(p).row, head.queries(p) - row, p.dim - column);
                     else
                         tile.store(maps.dq, head.to_query(row, column), first);
                 }
@@ -202,7 +218,8 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
     static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0 && (FINISH_PARTS == 1 || FETCHES % DOWN == 0));
     Shared::FinishRing ring = s.finish_ring(number);
     int lane = threadIdx.x % 32, shares = Share::count(p);
-    bool vectors = aligned(p.dq, p.dq_strides.row, p.dim) && p.dq_strides.head % 8 == 0 && p.dq_strides.batch % 8 == 0;
+    const Strides& strides = dq_strides(p);
+    bool vectors = aligned(dq_rows(p), strides.row, p.dim) && strides.head % 8 == 0 && strides.batch % 8 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
     // Lane 0 fetches: there it is where the slots begin, as `sums` below.
@@ -273,7 +290,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         int before = part * (FETCHES / DOWN);  // columns by 32
         int row = tile * ROWS + (SHARE_ROWS ? before / ACROSS * PART_ROWS : 0) + lane / 4;
         int column = (SHARE_ROWS ? before % ACROSS : before) * 32 + lane % 4 * 8;
-        OutQ* to = head.query_row(p.dq, p.dq_strides, row) + column;
+        OutQ* to = head.query_row(dq_rows(p), strides, row) + column;
         int rows = head.queries(p) - row, columns = p.dim - column;  // from there on
 #pragma unroll 1
         for (int c = 1; c <= FETCHES; c++, fetched++, sums += FINISH_BYTES / 16) {
@@ -286,7 +303,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             if (vectors) {
                 int seen = columns > 0 ? rows : 0;
 #pragma unroll
-                for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row) {
+                for (int i = 0; i < TWOS; i++, to += 8 * strides.row) {
                     if constexpr (FROM_REGISTERS<OutQ>) {
                         constexpr int EACH = VECTOR<OutQ>;
 #pragma unroll
@@ -301,15 +318,15 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
                 }
             } else {
 #pragma unroll 1
-                for (int i = 0; i < TWOS; i++, to += 8 * p.dq_strides.row)
+                for (int i = 0; i < TWOS; i++, to += 8 * strides.row)
 #pragma unroll 1
                     for (int e = 0; 8 * i < rows && e < min(columns, 8); e++) put_result(to + e, value(i, e));
             }
             rows -= 8 * TWOS;
             if (c % DOWN == 0) {  // on to the next columns
-                to += 32 - PART_ROWS * p.dq_strides.row, rows += PART_ROWS, columns -= 32;
+                to += 32 - PART_ROWS * strides.row, rows += PART_ROWS, columns -= 32;
                 if (SHARE_ROWS && c % (DOWN * ACROSS) == 0)
-                    to += PART_ROWS * p.dq_strides.row - DIM, rows -= PART_ROWS, columns += DIM;
+                    to += PART_ROWS * strides.row - DIM, rows -= PART_ROWS, columns += DIM;
             }
             if (again && !FIRST_STORES) {
 #pragma unroll

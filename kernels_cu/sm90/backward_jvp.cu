@@ -233,20 +233,8 @@ struct Consumer {
         // tP, dX, tdX.
         Scores tp;
         each([&](int n, int e, const float (&of)[NUMBERS]) {
-            float& weight = x.x[0][n][e];
-            float slope = slopes.x[0][n][e], ts = PRODUCTS_MOVE ? tx.x[0][n][e] : 0;
-            bool dropped = DROPOUT && weight < 0;
-            float probability = fabs(weight);
-            float rest = (dropped ? 0 : dp.x[0][n][e]) + of[DELTA];
-            float moved = (dropped || !(TV || TDOUT) ? 0 : tdp.x[0][n][e]) + of[TDELTA];
-            float dz = probability * rest, tdz = probability * moved;
-            if (MOVES) {
-                float t = probability * (PRODUCTS_MOVE ? fma(slope * p.scale, ts, of[TLSE]) : of[TLSE]);
-                tdz = fma(t, rest, tdz);
-                tp.x[0][n][e] = dropped ? 0 : t;
-            }
-            tx.x[0][n][e] = slope * dz;
-            tdp.x[0][n][e] = MovingPairs::BENDS ? fma(bends.x[0][n][e] * ts, dz, slope * tdz) : slope * tdz;
+            tp.x[0][n][e] = move_pair(p, x.x[0][n][e], slopes.x[0][n][e], bends.x[0][n][e], tx.x[0][n][e],
+                                      dp.x[0][n][e], tdp.x[0][n][e], of);
         });
 
         if (LATER) added();
@@ -350,58 +338,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     work<true>(p, maps, shared_address(memory));
 }
 
-// The numbers of a tile of ROWS queries, a row by LANES lanes of 8 columns.
+// The numbers of a tile of ROWS queries.
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_jvp_prepare(const __grid_constant__ Params p, const __grid_constant__ TensorMaps) {
-    constexpr int LANES = DIM_V <= 64 ? 8 : DIM_V <= 128 ? 16 : 32;
     auto [head, tile] = numbered<QueryTiles<ROWS>>(p, blockIdx.x);
     float* to = numbers_of(p, head, tile);
-    const Out *o = head.query_row(p.out, p.out_strides), *t = head.query_row(p.tout, p.tout_strides);
-    const In* d = head.query_row(p.dout, p.dout_strides);
-    const In* td = TDOUT ? head.query_row(p.tdout, p.tdout_strides) : nullptr;
-    int column = threadIdx.x % LANES * 8, columns = min(p.dim_v - column, 8);
-    // sum += rowsum(a b) of a row.
-    auto row_sum = [&](float& sum, const Out* a, const In* b) {
-        uint4 x = make_uint4(0, 0, 0, 0), y = x;
-        if (columns == 8) {
-            x = *(const uint4*)(a + column), y = *(const uint4*)(b + column);
-        } else {
-#pragma unroll
-            for (int c = 0; c < 8; c++)
-                if (c < columns) ((Out*)&x)[c] = a[column + c], ((In*)&y)[c] = b[column + c];
-        }
-#pragma unroll
-        for (int c = 0; c < 8; c++) sum = fma(to_float(((const Out*)&x)[c]), to_float(((const In*)&y)[c]), sum);
-    };
-#pragma unroll 4
-    for (int r = threadIdx.x / LANES; r < ROWS; r += 128 / LANES) {
-        int i = tile * ROWS + r;
-        bool there = i < head.queries(p);
-        float delta = 0, tdelta = 0;
-        if (there) {
-            row_sum(delta, o + i * p.out_strides.row, d + i * p.dout_strides.row);
-            row_sum(tdelta, t + i * p.tout_strides.row, d + i * p.dout_strides.row);
-            if constexpr (TDOUT) row_sum(tdelta, o + i * p.out_strides.row, td + i * p.tdout_strides.row);
-        }
-#pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2)
-            delta += __shfl_xor_sync(~0u, delta, step), tdelta += __shfl_xor_sync(~0u, tdelta, step);
-        if (threadIdx.x % LANES != 0) continue;
-        float lse = there ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
-        bool sees = lse != MINUS_INFINITY;
-        Pairs pairs(p, head);
-        if (SINKS && sees && lse == pairs.sink(head.q)) sees = pairs.sees(i);
-        if (sees) {
-            long long n = head.row_number(p, i);
-            if (p.dlse != nullptr) delta -= p.dlse[n];
-            if (p.tdlse != nullptr) tdelta -= p.tdlse[n];
-            to[place_of(LSE, r)] = -lse_of_kept(p, lse) * LOG2E;
-            to[place_of(DELTA, r)] = -delta * kept(p);
-            to[place_of(TLSE, r)] = -p.tlse[n];
-            to[place_of(TDELTA, r)] = -tdelta * kept(p);
-        } else {  // whatever stands in its row
-            to[place_of(LSE, r)] = MINUS_INFINITY;
-            to[place_of(DELTA, r)] = to[place_of(TLSE, r)] = to[place_of(TDELTA, r)] = 0;
-        }
-    }
+    for_numbers<ROWS>(p, head, tile, [&](int number, int r, float x) { to[place_of(number, r)] = x; });
 }

@@ -5,6 +5,7 @@
 #include "attention/schedule.cuh"
 #include "attention/tangents.cuh"
 #include "ptx/barrier.cuh"
+#include "sm90/moving_rows.cuh"
 #include "sm90/tangent_maps.cuh"
 #include "tile/ring.cuh"
 #include "tile/swizzled.cuh"
@@ -70,10 +71,7 @@ struct SideTiles {
     }
 };
 
-// Of each query four numbers: -lse as an exponent of 2 (of P / kept), and minus delta, tlse and tdelta, the second and
-// the last times what is kept. They lie by tiles of ROWS, those of a kind of two queries side by side, as lanes want
-// them.
-enum Number { LSE, DELTA, TLSE, TDELTA, NUMBERS };
+// The numbers of queries lie by tiles of ROWS, those of a kind of two queries side by side, as lanes want them.
 __device__ inline float* numbers_of(const Params& p, const Head& head, int tile) {
     return p.numbers + QueryTiles<ROWS>::number(p, head, tile) * (NUMBERS * ROWS);
 }

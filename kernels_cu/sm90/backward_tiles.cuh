@@ -11,6 +11,7 @@
 #include "ptx/math.cuh"
 #include "sm90/far_sums.cuh"
 #include "sm90/pair_tiles.cuh"
+#include "sm90/tangent_maps.cuh"
 #include "sm90/told_lengths.cuh"
 #include "tile/ring.cuh"
 #include "tile/rows.cuh"
@@ -29,7 +30,7 @@ constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 // Sums alone (dK, dV, S and dP) leave a consumer few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
-constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
+constexpr bool TIGHT = MOVED || (!WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64)));
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : TIGHT ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : WARPGROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUPS + 1) * START_REGISTERS);
@@ -42,6 +43,10 @@ using QTile = SwizzledTile<ROWS, BLOCK_DIM>;
 using DOTile = SwizzledTile<ROWS, BLOCK_DIM_V>;
 using KTile = SwizzledTile<KEYS, BLOCK_DIM>;
 using VTile = SwizzledTile<KEYS, BLOCK_DIM_V>;
+// Tangents come with what they are of, and lie behind it.
+constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, DO_BYTES = (1 + TDOUT) * DOTile::BYTES;
+constexpr int K_BYTES = (1 + TK) * KTile::BYTES, V_BYTES = (1 + TV) * VTile::BYTES;
+constexpr int NUMBERS_BYTES = (MOVED ? 4 : 2) * 4 * ROWS;  // of a tile of queries: lse and delta, and their tangents
 // Of P or dS. The rows are what need not be a multiple of 64.
 using STile = SwizzledTile<WIDE ? KEYS : ROWS, WIDE ? ROWS : KEYS>;
 
@@ -59,8 +64,10 @@ static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LIST
 static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WHOLE_DQ);
 
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where
-// there are 64 columns only, two consumers share out the rows.
-constexpr bool SHARE_ROWS = !WIDE && DIM <= 64;
+// there are 64 columns only, two consumers share out the rows; or (MOVED) each adds what its own keys do, and waits for
+// nobody.
+constexpr bool SHARE_ROWS = !WIDE && DIM <= 64 && !MOVED;
+static_assert(!MOVED || !WIDE && DIM <= 64 && DIM_V <= 64 && !SHARES && !FIRST_STORES && !WHOLE_DQ && !DETERMINISTIC);
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / WARPGROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
 static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
@@ -82,7 +89,11 @@ struct ResultMaps<true> {
 struct InputMaps : PairMaps {
     TensorMap q, k, v, dout;
 };
-struct TensorMaps : InputMaps, ResultMaps<WHOLE_DQ> {
+template <bool GIVEN>
+struct TangentMaps {};
+template <>
+struct TangentMaps<true> : QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV>, DOTangentMap<TDOUT> {};
+struct TensorMaps : TangentMaps<MOVED>, InputMaps, ResultMaps<WHOLE_DQ> {
     int map_out;  // 0 where a result lies as no map can tell
 };
 
@@ -194,12 +205,13 @@ struct Shared {
     using FinishRing = Ring<FINISH_STAGES, 1>;
 
     // Offsets. What dK and dV leave through lies where dS and parts of dQ do.
-    static constexpr int V_TILE = KTile::BYTES;
-    static constexpr int FAR_K_TILE = V_TILE + VTile::BYTES;
+    static constexpr int V_TILE = K_BYTES;
+    static constexpr int FAR_K_TILE = V_TILE + V_BYTES;
     static constexpr int Q_TILES = FAR_K_TILE + SPLIT_KEYS * FarKTile::BYTES;
-    static constexpr int DO_TILES = Q_TILES + STAGES * QTile::BYTES;
-    static constexpr int DS_TILES = DO_TILES + DO_STAGES * DOTile::BYTES;
-    static constexpr int P_TILE = DS_TILES + (CLUSTERED ? 2 : 1) * STile::BYTES;  // narrow: dS of the other step
+    static constexpr int DO_TILES = Q_TILES + STAGES * Q_BYTES;
+    static constexpr int DS_TILES = DO_TILES + DO_STAGES * DO_BYTES;
+    // Narrow: dS of the other step (MOVED: tdX and dX of one step).
+    static constexpr int P_TILE = DS_TILES + (CLUSTERED ? 2 : 1) * STile::BYTES;
     static constexpr int FAR_DS_TILES = P_TILE + STile::BYTES;
     static constexpr int PARTS = P_TILE + STile::BYTES;
     static constexpr int FAR_SUMS = P_TILE + STile::BYTES;
@@ -207,7 +219,7 @@ struct Shared {
                                       : CLUSTERED   ? FAR_DS_TILES + 2 * STile::BYTES
                                                     : PARTS + WARPGROUPS * PART_BYTES;
     static constexpr int ROW_VALUES = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
-    static constexpr int K_RING = ROW_VALUES + STAGES * 8 * ROWS;
+    static constexpr int K_RING = ROW_VALUES + STAGES * NUMBERS_BYTES;
     static constexpr int V_RING = K_RING + KRing::BYTES;
     static constexpr int Q_RING = V_RING + VRing::BYTES;
     static constexpr int DO_RING = Q_RING + QRing::BYTES;
@@ -248,6 +260,22 @@ struct Shared {
           far_ds(base + FAR_DS_RING),
           ticket(base + TICKET_RING) {}
 
+    // All barriers, by one thread.
+    __device__ void init() const {
+        k.init();
+        v.init();
+        q.init();
+        d.init();
+        if (PAIR_ARRAYS) pairs.init();
+        for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) dq(warpgroup).init();
+        for (int i = 0; i < FINISHERS; i++) finish_ring(i).init();
+        if (CLUSTERED) ticket.init();
+        if (SPLIT_KEYS) far_ds.init();
+        if (SPLIT_COLUMNS)
+            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) far_sums(warpgroup).init();
+        mbarrier_init_fence();
+    }
+
     // Where an address of this block's shared memory is in the other's.
     __device__ unsigned far(unsigned address) const { return far_address(address, 1 - rank); }
     // The block's own first key, and the other block's.
@@ -280,13 +308,17 @@ struct Shared {
     __device__ KTile k_tile() const { return {base}; }
     __device__ VTile v_tile() const { return {base + V_TILE}; }
     __device__ FarKTile far_k_tile() const { return {base + FAR_K_TILE}; }
-    __device__ QTile q_tile() const { return {base + Q_TILES + q.stage * QTile::BYTES}; }
-    __device__ DOTile do_tile() const { return {base + DO_TILES + d.stage * DOTile::BYTES}; }
+    __device__ QTile q_tile() const { return {base + Q_TILES + q.stage * Q_BYTES}; }
+    __device__ DOTile do_tile() const { return {base + DO_TILES + d.stage * DO_BYTES}; }
+    __device__ KTile tk_tile() const { return {k_tile().base + KTile::BYTES}; }
+    __device__ VTile tv_tile() const { return {v_tile().base + VTile::BYTES}; }
+    __device__ QTile tq_tile() const { return {q_tile().base + QTile::BYTES}; }
+    __device__ DOTile tdo_tile() const { return {do_tile().base + DOTile::BYTES}; }
     __device__ Pairwise pair_tiles() const { return {base + PAIR_TILES + pairs.stage * Pairwise::BYTES}; }
     __device__ STile ds_tile(unsigned step) const { return {base + DS_TILES + step % 2 * STile::BYTES}; }
     __device__ unsigned far_ds_tile() const { return base + FAR_DS_TILES + far_ds.stage * STile::BYTES; }
     __device__ STile p_tile() const { return {base + P_TILE}; }
-    __device__ unsigned row_values() const { return base + ROW_VALUES + q.stage * 8 * ROWS; }
+    __device__ unsigned row_values() const { return base + ROW_VALUES + q.stage * NUMBERS_BYTES; }
     __device__ unsigned part(int warpgroup) const { return base + PARTS + warpgroup * PART_BYTES; }
     // What dK and dV leave through. Narrow: all of a consumer's, where dS and parts of dQ are. Wide: 64 columns of a
     // consumer's at a time, where its dS (CLUSTERED) or its part of dQ is.
@@ -359,6 +391,16 @@ struct DQCounters {
         left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;
     }
 
+    // Zeros in all, by a launch with a block for each tile of queries.
+    __device__ void begin(const Params& p) const {
+        if (threadIdx.x != 0) return;
+        if (blockIdx.x == 0) p.counters[0] = *ticket = 0;
+        if (blockIdx.x < Share::count(p)) clear[blockIdx.x] = 0;
+        added[blockIdx.x] = 0;
+        int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * WARPGROUPS : 0;
+        for (int i = blockIdx.x; i < sums; i += gridDim.x) left[i] = 0;
+    }
+
     // The first tile of a share's sums, less that of its queries.
     __device__ int shift(const Params& p, int share) const {
         return SHARES ? share % p.resident * tiles - Share(p, share).first(p) : (share % p.resident - share) * tiles;
@@ -398,7 +440,8 @@ __device__ inline int next_number(const Params& p, Shared& s) {
 }
 
 // The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
-__device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) {
+template <class Maps>
+__device__ void load(const Params& p, const Maps& maps, Shared& s) {
     DQCounters counters(p);
     int number = next_number(p, s), total = KeyTiles<CLUSTER_KEYS>::of_head(p) * Share::count(p);
     unsigned steps = 0, tiles = 0;
@@ -420,13 +463,15 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
         for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
             s.q.go_to(steps);
             s.q.wait_empty();
-            mbarrier_arrive_expect(s.q.full(), QTile::BYTES + 8 * ROWS);
+            mbarrier_arrive_expect(s.q.full(), Q_BYTES + NUMBERS_BYTES);
             s.q_tile().load(maps.q, s.q.full(), head.at_query(p, i * ROWS, s.column()));
-            bulk_load(s.row_values(), prepared_rows<ROWS>(p, n), 8 * ROWS, s.q.full());
+            if constexpr (TQ) s.tq_tile().load(maps.tq, s.q.full(), head.at_query(p, i * ROWS));
+            bulk_load(s.row_values(), p.delta + n * (long long)(NUMBERS_BYTES / 4), NUMBERS_BYTES, s.q.full());
             s.d.go_to(steps);
             s.d.wait_empty();
-            mbarrier_arrive_expect(s.d.full(), DOTile::BYTES);
+            mbarrier_arrive_expect(s.d.full(), DO_BYTES);
             s.do_tile().load(maps.dout, s.d.full(), head.at_query(p, i * ROWS, s.column_v()));
+            if constexpr (TDOUT) s.tdo_tile().load(maps.tdout, s.d.full(), head.at_query(p, i * ROWS));
             if constexpr (PAIR_ARRAYS) {
                 s.pairs.go_to(steps);
                 s.pairs.wait_empty();
@@ -436,15 +481,17 @@ __device__ inline void load(const Params& p, const TensorMaps& maps, Shared& s) 
             if (first) {  // K and V after them: there is room for one, which the key tile before needs to its end
                 first = false;
                 wait_for_key_tile(t);
-                mbarrier_arrive_expect(s.k.full(), KTile::BYTES + SPLIT_KEYS * FarKTile::BYTES);
+                mbarrier_arrive_expect(s.k.full(), K_BYTES + SPLIT_KEYS * FarKTile::BYTES);
                 InMap keys = head.at_key(p, 0);
                 int key = s.first_key(t);
                 s.k_tile().load(maps.k, s.k.full(), keys.down(key, s.column()));
+                if constexpr (TK) s.tk_tile().load(maps.tk, s.k.full(), keys.down(key));
                 if (SPLIT_KEYS)
                     s.far_k_tile().load(maps.k, s.k.full(), keys.down(s.far_key(t), 64 * s.dq_block(0)));
                 s.v.wait_empty();
-                mbarrier_arrive_expect(s.v.full(), VTile::BYTES);
+                mbarrier_arrive_expect(s.v.full(), V_BYTES);
                 s.v_tile().load(maps.v, s.v.full(), keys.down(key, s.column_v()));
+                if constexpr (TV) s.tv_tile().load(maps.tv, s.v.full(), keys.down(key));
             }
         });
         if (first) {  // nobody visits it

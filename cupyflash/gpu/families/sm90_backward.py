@@ -156,7 +156,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
         ("FIRST_STORES", first_stores), ("VECTOR_RED", True),
-        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole),
+        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", all_queries, 128),

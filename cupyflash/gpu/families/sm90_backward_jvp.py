@@ -11,6 +11,7 @@ from ...passes import BACKWARD_JVP
 from ...problem import AttentionProblem
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, room
+from . import sm90_backward_jvp_once
 from .sm90_memory import BARRIERS, common, dots, padded
 
 NUMBERS = 4  # of each query: lse, delta and their tangents
@@ -100,6 +101,8 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Ba
 
 
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
+    if tile is None and not sm90_backward_jvp_once.objection(problem, arch):
+        return sm90_backward_jvp_once.plan(problem, arch)
     found = fit(problem, arch, tile)
     if found is None:
         raise ValueError(f"no sm90 backward_jvp tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")

@@ -1,0 +1,36 @@
+// The tangent of attention's backward for Hopper, of narrow heads: as sm90/backward_jvp.cu, in one kernel that has each
+// product once and adds tdQ to memory, as the backward (sm90/backward.cu) does dQ.
+#include "ptx/setmaxnreg.cuh"
+#include "sm90/backward_dq.cuh"
+#include "sm90/backward_moving.cuh"
+#include "sm90/backward_tiles.cuh"
+
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_jvp_prepare(const __grid_constant__ Params p, const __grid_constant__ TensorMaps) {
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
+    DQCounters(p).begin(p);
+    float* to = p.delta + QueryTiles<ROWS>::number(p, at.head, at.number) * (NUMBERS * ROWS);
+    for_numbers<ROWS>(p, at.head, at.number, [&](int number, int r, float x) { to[number * ROWS + r] = x; });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attention_backward_jvp(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    extern __shared__ __align__(1024) char memory[];
+    Shared s(shared_address(memory));
+    if (threadIdx.x == 0) s.init();
+    __syncthreads();
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    if (warpgroup == -1) {
+        shrink_registers<PRODUCER_REGISTERS>();
+        int warp = threadIdx.x / 32;
+        if (warp >= 2 && warp - 2 < FINISHERS)
+            finish_dq(p, s, warp - 2);
+        else if (threadIdx.x == 0)
+            load(p, maps, s);
+        else if (threadIdx.x == 32)
+            add_dq(p, s);
+    } else {
+        grow_registers<CONSUMER_REGISTERS>();
+        MovingConsumer(p, s, warpgroup).run();
+    }
+}
