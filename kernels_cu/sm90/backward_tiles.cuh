@@ -30,7 +30,7 @@ constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int START_REGISTERS = 65536 / (THREADS * BLOCKS) / 8 * 8;
 // Sums alone (dK, dV, S and dP) leave a consumer few registers.
 constexpr int SUMS = ROWS + (DIM + DIM_V) / 2;
-constexpr bool TIGHT = MOVED || (!WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64)));
+constexpr bool TIGHT = !WIDE && (SUMS > 192 || (SUMS == 192 && DIM == 64));
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : TIGHT ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : WARPGROUPS == 3 ? 160 : TIGHT ? 240 : 232;
 static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUPS + 1) * START_REGISTERS);
