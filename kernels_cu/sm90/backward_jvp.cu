@@ -233,8 +233,14 @@ struct Consumer {
         // tP, dX, tdX.
         Scores tp;
         each([&](int n, int e, const float (&of)[NUMBERS]) {
-            tp.x[0][n][e] = move_pair(p, x.x[0][n][e], slopes.x[0][n][e], bends.x[0][n][e], tx.x[0][n][e],
-                                      dp.x[0][n][e], tdp.x[0][n][e], of);
+            float weight = x.x[0][n][e], slope = slopes.x[0][n][e], ts = PRODUCTS_MOVE ? tx.x[0][n][e] : 0;
+            float& dz = dp.x[0][n][e];
+            float& tdz = tdp.x[0][n][e];
+            float t = MOVES ? moved_probability(p, weight, slope, ts, of) : 0;
+            move_pair(weight, t, dz, tdz, of);
+            tp.x[0][n][e] = DROPOUT && weight < 0 ? 0 : t;
+            tx.x[0][n][e] = slope * dz;
+            tdz = MovingPairs::BENDS ? fma(bends.x[0][n][e] * ts, dz, slope * tdz) : slope * tdz;
         });
 
         if (LATER) added();

@@ -109,12 +109,14 @@ struct MovingConsumer {
         Scores tp;
         float slope = pairs.slope(0, {});  // a constant
         each([&](int n, int e, const float (&of)[NUMBERS]) {
-            tp.x[0][n][e] =
-                move_pair(p, x.x[0][n][e], slope, 0, tx.x[0][n][e], dp.x[0][n][e], tdp.x[0][n][e], of);
+            float weight = x.x[0][n][e], t = MOVES ? moved_probability(p, weight, slope, tx.x[0][n][e], of) : 0;
+            move_pair(weight, t, dp.x[0][n][e], tdp.x[0][n][e], of);
+            tp.x[0][n][e] = DROPOUT && weight < 0 ? 0 : t;
+            if (NEGATIVE_SCALE) dp.x[0][n][e] *= slope, tdp.x[0][n][e] *= slope;
         });
         Operand<ROWS> tdx_operand, dx_operand, tp_operand, p_operand;
         tdx_operand.take(tdp);
-        if constexpr (TQ || TK) dx_operand.take(tx);
+        if constexpr (TQ || TK) dx_operand.take(dp);
         if constexpr (MOVES) tp_operand.take(tp);
         if constexpr (TDOUT) p_operand.template take<0, ROWS, DROPOUT>(x);
         store_transposed(tdx_operand, own_tile(0), 0, 16 * warp());

@@ -64,21 +64,19 @@ __device__ void for_numbers(const Params& p, const Head& head, int tile, F put) 
     }
 }
 
-// From a pair's probability (below 0 where it is dropped), the slope of its score and what that changes by, tS, dP, tdP
-// and its query's numbers: tS becomes dX, and tdP tdX. Returns tP.
-__device__ inline float move_pair(const Params& p, float weight, float slope, float bend, float& ts, float dp,
-                                  float& tdp, const float (&of)[NUMBERS]) {
+// What a pair's probability changes by, from that (below 0 where it is dropped), the slope of its score, tS and its
+// query's numbers.
+__device__ inline float moved_probability(const Params& p, float weight, float slope, float ts,
+                                          const float (&of)[NUMBERS]) {
+    return fabs(weight) * (PRODUCTS_MOVE ? fma(slope * p.scale, ts, of[TLSE]) : of[TLSE]);
+}
+
+// The derivative by its score and what that changes by, in the place of dP and tdP.
+__device__ inline void move_pair(float weight, float tp, float& dp, float& tdp, const float (&of)[NUMBERS]) {
     bool dropped = config::DROPOUT && weight < 0;
-    float probability = fabs(weight), tp = 0, by = PRODUCTS_MOVE ? ts : 0;
+    float probability = fabs(weight);
     float rest = (dropped ? 0 : dp) + of[DELTA];
     float moved = (dropped || !(config::TV || config::TDOUT) ? 0 : tdp) + of[TDELTA];
-    float dz = probability * rest, tdz = probability * moved;
-    if (MOVES) {
-        float t = probability * (PRODUCTS_MOVE ? fma(slope * p.scale, by, of[TLSE]) : of[TLSE]);
-        tdz = fma(t, rest, tdz);
-        tp = dropped ? 0 : t;
-    }
-    ts = slope * dz;
-    tdp = MovingPairs::BENDS ? fma(bend * by, dz, slope * tdz) : slope * tdz;
-    return tp;
+    dp = probability * rest, tdp = probability * moved;
+    if (MOVES) tdp = fma(tp, rest, tdp);
 }
