@@ -49,6 +49,12 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
     "unseen-top": (("bfloat16", {"seq": (40, 300)}, {"causal": "top_left"}), INPUTS),
     "one-query": (("bfloat16", {"seq": (1, 300), "heads": (6, 2), "dims": (128, 128)}, {}), INPUTS),
     **{name: (("bfloat16", {"seq": (90, 130), "dims": (64, 40), "dlse": 1.0}, {}), (name,)) for name in INPUTS},
+    "wide": (("bfloat16", {"seq": (100, 150), "dims": (256, 256), "batch": 1, "heads": (4, 2)}, {"causal": True}),
+        ("q", "k", "v", "dlse")),
+    "wide-key-mask": (("float16", {"seq": (70, 140), "dims": (192, 160), "key_mask": True, "given": ("seed",)},
+        {"dropout": 0.2, "scale": -0.3}), ("q", "k", "v")),
+    "wide-k": (("bfloat16", {"seq": (40, 70), "dims": (136, 130), "batch": 1}, {}), ("k",)),
+    "wide-v": (("bfloat16", {"seq": (40, 70), "dims": (136, 130), "batch": 1}, {}), ("v",)),
     "k-and-dout": (("float16", {"seq": (90, 130)}, {"causal": True}), ("k", "dout")),
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
     while (true) {
         KeyTile t = s.next_tile();
         if (t.none()) break;
-        if constexpr (!CLUSTERED) {
+        if constexpr (!CONSUMERS_ADD) {
             // Tiles: owed, added to but not told; begun, as was seen.
             int shift = counters.shift(p, t.share), owed = -1, begun = -1;
             auto tell = [&](int n) {

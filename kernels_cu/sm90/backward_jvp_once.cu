@@ -3,6 +3,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_moving.cuh"
+#include "sm90/backward_moving_wide.cuh"
 #include "sm90/backward_tiles.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -31,6 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             add_dq(p, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        MovingConsumer(p, s, warpgroup).run();
+        if constexpr (!WIDE)
+            MovingConsumer(p, s, warpgroup).run();
+        else if (warpgroup == 0)
+            MovingWideConsumer<true>(p, s).run();
+        else
+            MovingWideConsumer<false>(p, s).run();
     }
 }

@@ -48,7 +48,7 @@ constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, DO_BYTES = (1 + TDOUT) * DOTile
 constexpr int K_BYTES = (1 + TK) * KTile::BYTES, V_BYTES = (1 + TV) * VTile::BYTES;
 constexpr int NUMBERS_BYTES = (MOVED ? 4 : 2) * 4 * ROWS;  // of a tile of queries: lse and delta, and their tangents
 // Of P or dS. The rows are what need not be a multiple of 64.
-using STile = SwizzledTile<WIDE ? KEYS : ROWS, WIDE ? ROWS : KEYS>;
+using STile = SwizzledTile<WIDE && !MOVED ? KEYS : ROWS, WIDE && !MOVED ? ROWS : KEYS>;
 
 // Two blocks of a cluster visit the same queries side by side. SPLIT_KEYS: with KEYS keys each. Each computes dQ of the
 // keys of both, for half of the columns: it has those columns of the other's K, and is sent the other's dS ("far").
@@ -67,7 +67,9 @@ static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WH
 // there are 64 columns only, two consumers share out the rows; or (MOVED) each adds what its own keys do, and waits for
 // nobody.
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64 && !MOVED;
-static_assert(!MOVED || !WIDE && DIM <= 64 && DIM_V <= 64 && !SHARES && !FIRST_STORES && !WHOLE_DQ && !DETERMINISTIC);
+static_assert(!MOVED || !SHARES && !FIRST_STORES && !WHOLE_DQ && !DETERMINISTIC && (WIDE || DIM <= 64 && DIM_V <= 64));
+// Whether consumers themselves add their parts to memory.
+constexpr bool CONSUMERS_ADD = CLUSTERED || (MOVED && WIDE);
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / WARPGROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
 static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
@@ -210,8 +212,8 @@ struct Shared {
     static constexpr int Q_TILES = FAR_K_TILE + SPLIT_KEYS * FarKTile::BYTES;
     static constexpr int DO_TILES = Q_TILES + STAGES * Q_BYTES;
     static constexpr int DS_TILES = DO_TILES + DO_STAGES * DO_BYTES;
-    // Narrow: dS of the other step (MOVED: tdX and dX of one step).
-    static constexpr int P_TILE = DS_TILES + (CLUSTERED ? 2 : 1) * STile::BYTES;
+    // Narrow: dS of the other step. MOVED: tdX, dX; wide also tP.
+    static constexpr int P_TILE = DS_TILES + (CONSUMERS_ADD ? 2 : 1) * STile::BYTES;
     static constexpr int FAR_DS_TILES = P_TILE + STile::BYTES;
     static constexpr int PARTS = P_TILE + STile::BYTES;
     static constexpr int FAR_SUMS = P_TILE + STile::BYTES;

@@ -3,6 +3,8 @@ backward."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...passes import BACKWARD_JVP
 from ...problem import AttentionProblem
 from ..device import Arch
@@ -13,33 +15,51 @@ from .sm90_backward_tiles import BackwardTile
 from .sm90_memory import BARRIERS, common, dots, padded, paired, room
 
 NUMBERS = 4  # of each query: lse, delta and their tangents
-TILE = BackwardTile(64, 128, 2, 2, 2)
-WIDEST = 64  # columns
+
+
+@dataclass(frozen=True)
+class OnceTile(BackwardTile):
+    """Where warpgroups share out the columns (`wide`), one thread block alone does."""
+
+    @property
+    def clustered(self) -> bool:
+        return False
+
+
+NARROW, WIDE = OnceTile(64, 128, 2, 3, 3, dim=64), OnceTile(32, 64, 2, 1, 1)
+
+
+def _tile(problem: AttentionProblem) -> OnceTile | None:
+    dim = max(padded(problem))
+    return NARROW if dim <= NARROW.dim else WIDE if dim > 128 else None
 
 
 def objection(problem: AttentionProblem, arch: Arch) -> bool:
     return (
-        problem.deterministic
-        or max(padded(problem)) > WIDEST
+        (t := _tile(problem)) is None
+        or problem.deterministic
         or problem.softcap is not None
         or problem.score is not None
         or bool(paired(problem))
-        or _memory(problem, TILE, 1) > room(arch, 1)
+        or (t.wide and (problem.moves("dout") or not (0 < min(problem.dim, problem.dim_v) and max(padded(problem)) <= t.dim)))
+        or _memory(problem, t, 1) > room(arch, 1)
     )
 
 
-def _memory(problem: AttentionProblem, t: BackwardTile, stages: int) -> int:
-    row = 2 * pad(WIDEST, 64)
+def _memory(problem: AttentionProblem, t: OnceTile, stages: int) -> int:
+    row = 2 * pad(t.dim, 64)
     q, k, v, dout = (1 + problem.moves(name) for name in ("q", "k", "v", "dout"))
     size = row * (t.keys * (k + v) + t.rows * stages * (q + dout)) + stages * 4 * NUMBERS * t.rows
-    return size + 2 * 2 * t.rows * t.keys + 4 * 64 * t.warpgroups * t.rows + BARRIERS
+    return size + (2 + t.wide) * 2 * t.rows * t.keys + 4 * 64 * t.warpgroups * t.rows + BARRIERS
 
 
 def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
-    t, (dim, dim_v) = TILE, padded(problem)
+    t = _tile(problem)
+    assert t is not None
+    dim, dim_v = (t.dim, t.dim) if t.wide else padded(problem)
     stages, finish, size = next(
         (n, x, size)
-        for n in (3, 2, 1)
+        for n in range(t.stages, 0, -1)
         for x in FINISH
         if (size := _memory(problem, t, n) + x.warps * x.stages * (512 * x.fragments + 16)) <= room(arch, 1)
     )
