@@ -58,7 +58,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
 #pragma unroll
                 for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
                     int column16 = SHARE_ROWS || MOVED ? 0 : 4 * warpgroup;
-                    int bytes = 4 * PART_ROWS * min(DIM - 16 * column16, 64);
+                    int bytes = 4 * PART_ROWS * (MOVED ? DIM : min(DIM - 16 * column16, 64));
                     dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
                     float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? warpgroup * ROW8S : 0);

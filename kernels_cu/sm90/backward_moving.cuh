@@ -13,7 +13,8 @@
 
 struct MovingConsumer {
     using Scores = Accumulator<1, ROWS / 8>;
-    using OwnTile = SwizzledTile<ROWS, 64>;  // of tdX or dX
+    using OwnTile = SwizzledTile<ROWS, 64>;     // of tdX or dX
+    static constexpr int BLOCKS = (DIM + 63) / 64;  // of columns
 
     const Params& p;
     Shared& s;
@@ -127,17 +128,23 @@ struct MovingConsumer {
         start_AB<ROWS>(tdk, tdx_operand, s.q_tile());
         if constexpr (TQ) start_AB<ROWS>(tdk, dx_operand, s.tq_tile());
         sync_threads<128>(3 + warpgroup);
-        Accumulator<1, ROWS / 8> tdq;
-        start_AtBt<64>(tdq, s.k_tile().from(first_key), 0, own_tile(0), 0);
-        if constexpr (TK) start_AtBt<64, ADD>(tdq, s.tk_tile().from(first_key), 0, own_tile(1), 0);
+        Accumulator<1, ROWS / 8> tdq[BLOCKS];
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            start_AtBt<64>(tdq[b], s.k_tile().from(first_key), b, own_tile(0), 0);
+            if constexpr (TK) start_AtBt<64, ADD>(tdq[b], s.tk_tile().from(first_key), b, own_tile(1), 0);
+        }
         dq_ring.wait_empty();
         wgmma_wait<0>();
         changed(tdk);
         changed(tdv);
-        changed(tdq);
         s.q.release();
         s.d.release();
-        put(tdq, s.part(warpgroup));
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            changed(tdq[b]);
+            put(tdq[b], s.part(warpgroup) + b * (PART_BYTES / BLOCKS));
+        }
         fence_async();
         dq_ring.filled();
     }

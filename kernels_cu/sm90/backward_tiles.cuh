@@ -67,11 +67,11 @@ static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WH
 // there are 64 columns only, two consumers share out the rows; or (MOVED) each adds what its own keys do, and waits for
 // nobody.
 constexpr bool SHARE_ROWS = !WIDE && DIM <= 64 && !MOVED;
-static_assert(!MOVED || !SHARES && !FIRST_STORES && !WHOLE_DQ && !DETERMINISTIC && (WIDE || DIM <= 64 && DIM_V <= 64));
+static_assert(!MOVED || !SHARES && !FIRST_STORES && !WHOLE_DQ && !DETERMINISTIC);
 // Whether consumers themselves add their parts to memory.
 constexpr bool CONSUMERS_ADD = CLUSTERED || (MOVED && WIDE);
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / WARPGROUPS : ROWS;
-constexpr int PART_BYTES = 4 * 64 * PART_ROWS;
+constexpr int PART_BYTES = 4 * 64 * PART_ROWS * (MOVED && !WIDE ? (DIM + 63) / 64 : 1);
 static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
 constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it

@@ -10,7 +10,16 @@ from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
-from . import sm90_backward, sm90_backward_jvp, sm90_backward_jvp_once, sm90_forward, sm90_gradients, sm90_jvp, sm90_latent, sm90_wide_forward
+from . import (
+    sm90_backward,
+    sm90_backward_jvp,
+    sm90_backward_jvp_once,
+    sm90_forward,
+    sm90_gradients,
+    sm90_jvp,
+    sm90_latent,
+    sm90_wide_forward,
+)
 from .sm90_memory import PART, SPLIT_FROM, WIDEST, WIDEST_OF_CLUSTER, paired, unplaced
 
 PAGE_ROWS = 8  # of which pages are made: after so many rows the swizzle of shared memory begins anew
@@ -42,7 +51,7 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
     if of is BACKWARD_JVP:
         dims = (problem.dim, problem.dim_v)
         fits = 0 < min(dims) <= max(dims) <= PART and sm90_backward_jvp.fit(problem, arch, None) is not None
-        fits = fits or not sm90_backward_jvp_once.objection(problem, arch)
+        fits = fits or sm90_backward_jvp_once.fit(problem, arch) is not None
         return None if fits else f"has no {of} of head dimensions {problem.dim} and {problem.dim_v}"
     for name in PAIRWISE:
         if (x := problem.array(name)) and "key" not in x.axes and problem.seq_k > 1:

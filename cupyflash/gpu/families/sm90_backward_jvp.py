@@ -101,9 +101,9 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Ba
 
 
 def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> KernelPlan:
-    if tile is None and not sm90_backward_jvp_once.objection(problem, arch):
-        return sm90_backward_jvp_once.plan(problem, arch)
-    found = fit(problem, arch, tile)
+    at_once, found = sm90_backward_jvp_once.fit(problem, arch), fit(problem, arch, tile)
+    if at_once is not None and (tile is None or found is None):
+        return sm90_backward_jvp_once.plan(problem, arch, at_once)
     if found is None:
         raise ValueError(f"no sm90 backward_jvp tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, of_queries, of_keys = found

@@ -4,13 +4,14 @@ backward."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...passes import BACKWARD_JVP
 from ...problem import AttentionProblem
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, both_ways, features, key_tiles, pad, query_tiles
 from . import sm90_backward_cost as cost
-from .sm90_backward import FINISH
+from .sm90_backward import FINISH, Finish
 from .sm90_backward_tiles import BackwardTile
 from .sm90_memory import BARRIERS, common, dots, padded, paired, room
 
@@ -26,43 +27,44 @@ class OnceTile(BackwardTile):
         return False
 
 
-NARROW, WIDE = OnceTile(64, 128, 2, 3, 3, dim=64), OnceTile(32, 64, 2, 1, 1)
+TILES = OnceTile(64, 128, 2, 3, 3, dim=64), OnceTile(32, 128, 2, 2, 2, dim=128), OnceTile(32, 64, 2, 1, 1)
 
 
-def _tile(problem: AttentionProblem) -> OnceTile | None:
-    dim = max(padded(problem))
-    return NARROW if dim <= NARROW.dim else WIDE if dim > 128 else None
+class OnceFit(NamedTuple):
+    """A tile, the tiles of queries in flight, and bytes of shared memory."""
+
+    tile: OnceTile
+    stages: int
+    finish: Finish
+    memory: int
 
 
-def objection(problem: AttentionProblem, arch: Arch) -> bool:
-    return (
-        (t := _tile(problem)) is None
-        or problem.deterministic
-        or problem.softcap is not None
-        or problem.score is not None
-        or bool(paired(problem))
-        or (t.wide and (problem.moves("dout") or not (0 < min(problem.dim, problem.dim_v) and max(padded(problem)) <= t.dim)))
-        or _memory(problem, t, 1) > room(arch, 1)
-    )
+def fit(problem: AttentionProblem, arch: Arch) -> OnceFit | None:
+    if problem.deterministic or problem.softcap is not None or problem.score is not None or paired(problem):
+        return None
+    dims, widest = (problem.dim, problem.dim_v), max(padded(problem))
+    t = next((t for t in TILES if widest <= t.dim), None)
+    if t is None or not min(dims) or (t.wide and problem.moves("dout")):
+        return None
+    for stages in range(t.stages, min(t.stages, 2) - 1, -1):
+        for finish in FINISH:
+            size = _memory(problem, t, stages) + finish.warps * finish.stages * (512 * finish.fragments + 16)
+            if size <= room(arch, 1):
+                return OnceFit(t, stages, finish, size)
+    return None
 
 
 def _memory(problem: AttentionProblem, t: OnceTile, stages: int) -> int:
     row = 2 * pad(t.dim, 64)
     q, k, v, dout = (1 + problem.moves(name) for name in ("q", "k", "v", "dout"))
     size = row * (t.keys * (k + v) + t.rows * stages * (q + dout)) + stages * 4 * NUMBERS * t.rows
-    return size + (2 + t.wide) * 2 * t.rows * t.keys + 4 * 64 * t.warpgroups * t.rows + BARRIERS
+    columns = 64 if t.wide else pad(t.dim, 64)  # of a part of tdQ; wide: P and tP are as large
+    return size + (2 + t.wide) * 2 * t.rows * t.keys + 4 * columns * t.warpgroups * t.rows + BARRIERS
 
 
-def plan(problem: AttentionProblem, arch: Arch) -> KernelPlan:
-    t = _tile(problem)
-    assert t is not None
+def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
+    t, stages, finish, size = found
     dim, dim_v = (t.dim, t.dim) if t.wide else padded(problem)
-    stages, finish, size = next(
-        (n, x, size)
-        for n in range(t.stages, 0, -1)
-        for x in FINISH
-        if (size := _memory(problem, t, n) + x.warps * x.stages * (512 * x.fragments + 16)) <= room(arch, 1)
-    )
     all_keys, all_queries = key_tiles(problem, t.keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * problem.batch
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
