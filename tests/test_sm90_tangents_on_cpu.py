@@ -53,6 +53,12 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
         ("q", "k", "v", "dlse")),
     "wide-key-mask": (("float16", {"seq": (70, 140), "dims": (192, 160), "key_mask": True, "given": ("seed",)},
         {"dropout": 0.2, "scale": -0.3}), ("q", "k", "v")),
+    "in-turn": (("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}), ("q", "k", "v")),  # as of the backward
+    "slopes": (("bfloat16", {"heads": (4, 2), "seq": (150, 143), "given": ("alibi_slopes", "sinks")},
+        {"causal": True, "scale": -0.3}), INPUTS),
+    "in-order": (("float16", {"heads": (4, 2), "seq": (150, 330), "batch": 1}, {"deterministic": True}), INPUTS),
+    "wide-blocks": (("float16", {"seq": (150, 200), "dims": (200, 256), "batch": 1}, {"blocks": ((64, 32), "h")}),
+        ("q", "k", "v")),
     "middle": (("bfloat16", {"seq": (100, 300), "dims": (128, 96), "batch": 1, "heads": (4, 2)}, {"causal": True}),
         ("q", "k", "v", "dlse")),
     "middle-72": (("float16", {"seq": (70, 140), "dims": (72, 72), "given": ("alibi_slopes",)}, {"window": (40, 30)}),
