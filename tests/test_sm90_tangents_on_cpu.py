@@ -51,7 +51,7 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
     **{name: (("bfloat16", {"seq": (90, 130), "dims": (64, 40), "dlse": 1.0}, {}), (name,)) for name in INPUTS},
     "wide": (("bfloat16", {"seq": (100, 150), "dims": (256, 256), "batch": 1, "heads": (4, 2)}, {"causal": True}),
         ("q", "k", "v", "dlse")),
-    "wide-key-mask": (("float16", {"seq": (70, 140), "dims": (192, 160), "key_mask": True, "given": ("seed",)},
+    "wide-key-mask": (("float16", {"seq": (70, 140), "dims": (256, 200), "key_mask": True, "given": ("seed",)},
         {"dropout": 0.2, "scale": -0.3}), ("q", "k", "v")),
     "in-turn": (("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}), ("q", "k", "v")),  # as of the backward
     "slopes": (("bfloat16", {"heads": (4, 2), "seq": (150, 143), "given": ("alibi_slopes", "sinks")},
@@ -63,8 +63,8 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
         ("q", "k", "v", "dlse")),
     "middle-72": (("float16", {"seq": (70, 140), "dims": (72, 72), "given": ("alibi_slopes",)}, {"window": (40, 30)}),
         ("q", "k", "v")),
-    "wide-k": (("bfloat16", {"seq": (40, 70), "dims": (136, 130), "batch": 1}, {}), ("k",)),
-    "wide-v": (("bfloat16", {"seq": (40, 70), "dims": (136, 130), "batch": 1}, {}), ("v",)),
+    "wide-k": (("bfloat16", {"seq": (40, 70), "dims": (216, 130), "batch": 1}, {}), ("k",)),
+    "wide-v": (("bfloat16", {"seq": (40, 70), "dims": (216, 130), "batch": 1}, {}), ("v",)),
     "k-and-dout": (("float16", {"seq": (90, 130)}, {"causal": True}), ("k", "dout")),
 }  # fmt: skip
 

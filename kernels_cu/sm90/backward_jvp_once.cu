@@ -1,5 +1,7 @@
-// The tangent of attention's backward for Hopper, of narrow heads: as sm90/backward_jvp.cu, in one kernel that has each
-// product once and adds tdQ to memory, as the backward (sm90/backward.cu) does dQ.
+// The tangent of attention's backward for Hopper, as sm90/backward_jvp.cu has it, in one kernel: a thread block has each
+// product of a pair of tiles once, 10 in the place of 15, and adds to tdQ in memory as the backward (sm90/backward.cu)
+// does to dQ, whose tiles, loads and sums these are. Consumers: backward_moving.cuh for head dimensions up to 128,
+// backward_moving_wide.cuh above.
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_moving.cuh"
@@ -10,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_jvp_prepare(const __grid_constant__ Params p, const __grid_constant__ TensorMaps) {
     HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
     DQCounters(p).begin(p);
-    float* to = p.delta + QueryTiles<ROWS>::number(p, at.head, at.number) * (NUMBERS * ROWS);
+    float* to = row_numbers(p, QueryTiles<ROWS>::number(p, at.head, at.number));
     for_numbers<ROWS>(p, at.head, at.number, [&](int number, int r, float x) { to[number * ROWS + r] = x; });
 }
 

@@ -47,7 +47,7 @@ using VTile = SwizzledTile<KEYS, BLOCK_DIM_V>;
 constexpr int Q_BYTES = (1 + TQ) * QTile::BYTES, DO_BYTES = (1 + TDOUT) * DOTile::BYTES;
 constexpr int K_BYTES = (1 + TK) * KTile::BYTES, V_BYTES = (1 + TV) * VTile::BYTES;
 constexpr int NUMBERS_BYTES = (MOVED ? 4 : 2) * 4 * ROWS;  // of a tile of queries: lse and delta, and their tangents
-// Of P or dS. The rows are what need not be a multiple of 64.
+// Of P or dS, queries by keys or the other way round. The rows are what need not be a multiple of 64.
 using STile = SwizzledTile<WIDE && !MOVED ? KEYS : ROWS, WIDE && !MOVED ? ROWS : KEYS>;
 
 // Two blocks of a cluster visit the same queries side by side. SPLIT_KEYS: with KEYS keys each. Each computes dQ of the
@@ -441,6 +441,16 @@ __device__ inline int next_number(const Params& p, Shared& s) {
     return number;
 }
 
+// Those of a tile of queries, in memory.
+template <class Given>
+__device__ auto* row_numbers(const Given& p, int tile) {
+    constexpr long long COUNT = NUMBERS_BYTES / 4;
+    if constexpr (MOVED)
+        return p.numbers + tile * COUNT;
+    else
+        return p.delta + tile * COUNT;
+}
+
 // The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
@@ -468,7 +478,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             mbarrier_arrive_expect(s.q.full(), Q_BYTES + NUMBERS_BYTES);
             s.q_tile().load(maps.q, s.q.full(), head.at_query(p, i * ROWS, s.column()));
             if constexpr (TQ) s.tq_tile().load(maps.tq, s.q.full(), head.at_query(p, i * ROWS));
-            bulk_load(s.row_values(), p.delta + n * (long long)(NUMBERS_BYTES / 4), NUMBERS_BYTES, s.q.full());
+            bulk_load(s.row_values(), row_numbers(p, n), NUMBERS_BYTES, s.q.full());
             s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DO_BYTES);

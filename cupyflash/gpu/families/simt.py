@@ -59,6 +59,7 @@ class Tile:
     dim: int = MAX_DIM  # for head dimensions up to this
     sums: int | None = None  # and sums kept in numbers of this many bytes; None: any
     scored: bool | None = None  # scores that are more than the scaled product; None: either
+    wave: float = 0  # how long all that a GPU has at once take; 0: not weighed
 
     def fits(self, problem: AttentionProblem) -> bool:
         size, widest = ITEMSIZE[problem.lse_dtype], max(problem.dim, problem.dim_v)
@@ -85,8 +86,10 @@ BACKWARD_TILES = (
 )
 JVP_TILES = (
     Tile(64, 64, 32, 32, 2, dim=32, sums=4),
-    Tile(64, 64, 64, 32, 2, dim=64, sums=4),
-    Tile(64, 64, 128, 16, 2, dim=128, sums=4),
+    Tile(32, 64, 64, 32, 4, dim=64, sums=4, wave=1),
+    Tile(64, 64, 64, 32, 3, spills=150, dim=64, sums=4, wave=1.4),
+    Tile(32, 64, 128, 32, 3, dim=128, sums=4, wave=1),
+    Tile(64, 64, 128, 16, 2, dim=128, sums=4, wave=1.4),
     Tile(64, 32, 256, 16, 2, spills=176, sums=4),
     Tile(64, 32, 32, 16, 2, dim=32, sums=8),
     Tile(32, 32, 64, 16, 3, spills=16, dim=64, sums=8),
@@ -122,8 +125,25 @@ TILES = {
 }
 
 
+def _tile(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> Tile:
+    """The first that fits; of those that are weighed the one whose thread blocks need the least time, in whole waves.
+
+    Where a band makes blocks of different length, the first: it has the smallest ones, which leave less idle at the
+    end.
+    """
+    first, *others = (row for row in TILES[of].rows(tile) if row.fits(problem))
+    banded = problem.left is not None or problem.right is not None or problem.block_mask is not None
+    if not first.wave or banded:
+        return first
+
+    def time(t: Tile) -> float:
+        return ceil(query_tiles(problem, t.owned), arch.sms * t.blocks) * t.wave
+
+    return min((first, *(t for t in others if t.wave and t.dim == first.dim)), key=time)
+
+
 def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | None) -> KernelPlan:
-    t = next(row for row in TILES[of].rows(tile) if row.fits(problem))
+    t = _tile(problem, arch, of, tile)
     tiles_q, tiles_k = query_tiles(problem, t.owned), key_tiles(problem, t.owned)
     # A block owns t.columns columns of the result: a wider one takes several blocks, which share their rows.
     parts, parts_v = ceil(problem.dim, t.columns), max(1, ceil(problem.dim_v, t.columns))

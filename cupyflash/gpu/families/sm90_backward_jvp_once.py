@@ -1,5 +1,4 @@
-"""The plan of the Hopper backward's tangent in one kernel, of narrow heads: tdQ is added up in memory, as dQ is in the
-backward."""
+"""The plan of the Hopper backward's tangent in one kernel: tdQ is added up in memory, as dQ is in the backward."""
 
 from __future__ import annotations
 
@@ -20,50 +19,56 @@ NUMBERS = 4  # of each query: lse, delta and their tangents
 
 @dataclass(frozen=True)
 class OnceTile(BackwardTile):
-    """Where warpgroups share out the columns (`wide`), one thread block alone does."""
+    """Of the backward's; where warpgroups share out the columns (`wide`), one thread block alone does."""
+
+    least: int = 0  # for head dimensions above this
 
     @property
     def clustered(self) -> bool:
         return False
 
 
-TILES = OnceTile(64, 128, 2, 3, 3, dim=64), OnceTile(32, 128, 2, 2, 2, dim=128), OnceTile(32, 64, 2, 1, 1)
+# Columns that warpgroups share out are 256, whatever the head dimension: up to 192 sm80 is faster.
+TILES = (
+    OnceTile(64, 128, 2, 2, 2, dim=64),
+    OnceTile(32, 128, 2, 2, 2, dim=128),
+    OnceTile(32, 64, 2, 1, 1, least=192),
+)
 
 
 class OnceFit(NamedTuple):
-    """A tile, the tiles of queries in flight, and bytes of shared memory."""
+    """A tile, what turns sums to rows, and bytes of shared memory."""
 
     tile: OnceTile
-    stages: int
     finish: Finish
     memory: int
 
 
 def fit(problem: AttentionProblem, arch: Arch) -> OnceFit | None:
+    """None for what it does not take: sums in the order of keys, slopes that are no constants, arrays over pairs."""
     if problem.deterministic or problem.softcap is not None or problem.score is not None or paired(problem):
         return None
     dims, widest = (problem.dim, problem.dim_v), max(padded(problem))
-    t = next((t for t in TILES if widest <= t.dim), None)
-    if t is None or not min(dims) or (t.wide and problem.moves("dout")):
-        return None
-    for stages in range(t.stages, min(t.stages, 2) - 1, -1):
+    for t in TILES:
+        if not (t.least < widest <= t.dim and min(dims)) or (t.wide and problem.moves("dout")):
+            continue
         for finish in FINISH:
-            size = _memory(problem, t, stages) + finish.warps * finish.stages * (512 * finish.fragments + 16)
+            size = _memory(problem, t) + finish.warps * finish.stages * (512 * finish.fragments + 16)
             if size <= room(arch, 1):
-                return OnceFit(t, stages, finish, size)
+                return OnceFit(t, finish, size)
     return None
 
 
-def _memory(problem: AttentionProblem, t: OnceTile, stages: int) -> int:
+def _memory(problem: AttentionProblem, t: OnceTile) -> int:
     row = 2 * pad(t.dim, 64)
     q, k, v, dout = (1 + problem.moves(name) for name in ("q", "k", "v", "dout"))
-    size = row * (t.keys * (k + v) + t.rows * stages * (q + dout)) + stages * 4 * NUMBERS * t.rows
+    size = row * (t.keys * (k + v) + t.rows * t.stages * (q + dout)) + t.stages * 4 * NUMBERS * t.rows
     columns = 64 if t.wide else pad(t.dim, 64)  # of a part of tdQ; wide: P and tP are as large
     return size + (2 + t.wide) * 2 * t.rows * t.keys + 4 * columns * t.warpgroups * t.rows + BARRIERS
 
 
 def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
-    t, stages, finish, size = found
+    t, finish, size = found
     dim, dim_v = (t.dim, t.dim) if t.wide else padded(problem)
     all_keys, all_queries = key_tiles(problem, t.keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * problem.batch
@@ -71,7 +76,7 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
     together, resident = cost.dealt_out(problem, t, 1, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("COLUMN_PARTS", 1), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys),
-        ("WARPGROUPS", t.warpgroups), ("CLUSTER", 1), ("STAGES", stages), ("DO_STAGES", stages),
+        ("WARPGROUPS", t.warpgroups), ("CLUSTER", 1), ("STAGES", t.stages), ("DO_STAGES", t.do_stages),
         ("FINISHERS", finish.warps), ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages),
         ("FINISH_PARTS", 1), ("SHARED_MEMORY", size), ("PAIR_STAGES", 1), ("MASK_BY_QUERY", False),
         ("BIAS_BY_QUERY", False), *features(problem), ("DETERMINISTIC", False), ("FIRST_STORES", False),
@@ -87,7 +92,9 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
             Launch("attention_backward_jvp", min(all_keys, arch.sms), 128 * (t.warpgroups + 1), size),
         ),
         workspace=(
-            Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, NUMBERS, t.rows), t.rows),
+            Workspace(
+                "numbers", "float32", (kv_heads * problem.group, tiles // problem.group, NUMBERS, t.rows), t.rows
+            ),
             Workspace("dq_sum", "float32", (resident * tiles, t.rows * dim)),
             Workspace("counters", "uint32", (2 + kv_heads + all_queries,)),
             Workspace("share_sums", "float32", (0, 0)),
