@@ -43,8 +43,10 @@ extern "C" __global__ void __launch_bounds__(config::THREADS, config::BLOCKS)
         const int key = walk.tile(step) * config::VISITED;
         ScoreTile s, ts = {};
         dot_products(s, of_queries(p.q, p.q_strides), row, of_keys(p.k, p.k_strides, p.dim), key, shared);
-        if (config::TQ) add_dot_products(ts, of_queries(p.tq, p.tq_strides), row, of_keys(p.k, p.k_strides, p.dim), key, shared);
-        if (config::TK) add_dot_products(ts, of_queries(p.q, p.q_strides), row, of_keys(p.tk, p.tk_strides, p.dim), key, shared);
+        if (config::TQ)
+            add_dot_products(ts, of_queries(p.tq, p.tq_strides), row, of_keys(p.k, p.k_strides, p.dim), key, shared);
+        if (config::TK)
+            add_dot_products(ts, of_queries(p.q, p.q_strides), row, of_keys(p.tk, p.tk_strides, p.dim), key, shared);
 
         const MovingPairs pairs(p, head, walk.bits(step, queries));
         const bool tested = walk.tests(p, head, queries, step);

@@ -2,14 +2,15 @@
 // (kernels_cu/sm80/backward.cu) with the engines of a multiprocessor working at once.
 //
 // One thread block stays on each multiprocessor and takes tile after tile of KEYS keys. Its first warpgroup moves
-// data (backward_tiles.cuh): TMA brings K and V, and Q and dO of query tile after query tile of
+// data (backward_load.cuh): TMA brings K and V, and Q and dO of query tile after query tile of
 // every head that shares these keys; dQ leaves by backward_dq.cuh. The other warpgroups compute,
 // with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128,
 // backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ, and above 256 the columns.
+#include "attention/prepare.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_load.cuh"
 #include "sm90/backward_narrow.cuh"
-#include "sm90/backward_tiles.cuh"
 #include "sm90/backward_wide.cuh"
 
 // What each query brings (attention/prepare.cuh), and zeros in the counters.

@@ -1,12 +1,12 @@
 // The tangent of attention's backward for Hopper, as sm90/backward_jvp.cu has it, in one kernel: a thread block has each
 // product of a pair of tiles once, 10 in the place of 15, and adds to tdQ in memory as the backward (sm90/backward.cu)
-// does to dQ, whose tiles, loads and sums these are. Consumers: backward_moving.cuh for head dimensions up to 128,
+// does to dQ: its tiles, loads and sums are these. Consumers: backward_moving.cuh for head dimensions up to 128,
 // backward_moving_wide.cuh above.
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_load.cuh"
 #include "sm90/backward_moving.cuh"
 #include "sm90/backward_moving_wide.cuh"
-#include "sm90/backward_tiles.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_jvp_prepare(const __grid_constant__ Params p, const __grid_constant__ TensorMaps) {

@@ -150,7 +150,8 @@ struct MovingConsumer {
     }
 
     template <int COUNT>
-    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows, int columns) const {
+    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows,
+                          int columns) const {
         store_rows(x, aligned(to, strides.row, columns), columns, [&](int row) {
             int i = 16 * warp() + row;
             return i < rows ? to + i * strides.row : nullptr;

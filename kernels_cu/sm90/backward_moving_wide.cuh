@@ -194,7 +194,8 @@ struct MovingWideConsumer {
     }
 
     template <int COUNT>
-    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows, int columns) const {
+    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows,
+                          int columns) const {
         int first = warpgroup * COLUMNS;
         store_rows(x, aligned(to, strides.row, columns), columns - first, [&](int row) {
             int i = 16 * warp() + row;

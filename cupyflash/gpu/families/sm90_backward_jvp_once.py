@@ -28,6 +28,8 @@ class OnceTile(BackwardTile):
         return False
 
 
+# What may be spilled are addresses: with window, block mask, slopes, dropout and a mask of keys at once, 228 bytes.
+SPILLS = 240
 # Columns that warpgroups share out are 256, whatever the head dimension: up to 192 sm80 is faster.
 TILES = (
     OnceTile(64, 128, 2, 2, 2, dim=64),
@@ -99,7 +101,7 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
             Workspace("counters", "uint32", (2 + kv_heads + all_queries,)),
             Workspace("share_sums", "float32", (0, 0)),
         ),
-        spills=t.spills,
+        spills=SPILLS,
         maps=(*moved, *(Box(name, n) for name, n in sides.items())),
         scalars=(("together", together), ("resident", resident), ("shares", 1)),
         lists=both_ways(problem, t.rows, t.keys, "keys"),
