@@ -1,7 +1,7 @@
-// The tangent of attention's backward for Hopper, as sm90/backward_jvp.cu has it, in one kernel: a thread block has each
-// product of a pair of tiles once, 10 in the place of 15, and adds to tdQ in memory as the backward (sm90/backward.cu)
-// does to dQ: its tiles, loads and sums are these. Consumers: backward_moving.cuh for head dimensions up to 128,
-// backward_moving_wide.cuh above.
+// The tangent of attention's backward for Hopper, as sm90/backward_jvp.cu has it, in one kernel: a thread block has
+// each product of a pair of tiles once, 10 in the place of 15, and adds to tdQ in memory as the backward
+// (sm90/backward.cu) does to dQ: its tiles, loads and sums are these. Consumers: backward_moving.cuh for head
+// dimensions up to 128, backward_moving_wide.cuh above.
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_load.cuh"

@@ -13,7 +13,7 @@
 
 struct MovingConsumer {
     using Scores = Accumulator<1, ROWS / 8>;
-    using OwnTile = SwizzledTile<ROWS, 64>;     // of tdX or dX
+    using OwnTile = SwizzledTile<ROWS, 64>;         // of tdX or dX
     static constexpr int BLOCKS = (DIM + 63) / 64;  // of columns
 
     const Params& p;

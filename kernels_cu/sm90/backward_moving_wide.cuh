@@ -9,7 +9,7 @@
 template <bool OF_SCORES>
 struct MovingWideConsumer {
     using Scores = Accumulator<1, ROWS / 8>;
-    static constexpr int COLUMNS = DIM / 2, BLOCKS = COLUMNS / 64;  // of a consumer
+    static constexpr int COLUMNS = DIM / 2, BLOCKS = COLUMNS / 64;      // of a consumer
     static constexpr int PROBABILITIES = 2, DERIVATIVES = 5, READ = 6;  // barriers
     static_assert(!WIDE || !MOVED || DIM == 256 && DIM_V == 256 && WARPGROUPS == 2 && !TDOUT);
 
@@ -31,9 +31,7 @@ struct MovingWideConsumer {
     __device__ STile dx_tile() const { return s.ds_tile(1); }
     __device__ STile tp_tile() const { return s.p_tile(); }
     // P and tP as threads hold them, of a fragment.
-    __device__ unsigned exchanged(int array, int n) const {
-        return s.part(array) + 2048 * n + threadIdx.x % 128 * 16;
-    }
+    __device__ unsigned exchanged(int array, int n) const { return s.part(array) + 2048 * n + threadIdx.x % 128 * 16; }
     // The consumer's columns of a tile of rows.
     template <class Tile>
     __device__ static SwizzledTile<ROWS, COLUMNS> columns_of(Tile tile) {
@@ -95,8 +93,7 @@ struct MovingWideConsumer {
             store_shared_16(exchanged(1, n), tx.x[0][n]);
         }
         if constexpr (MOVES) {
-            if (DROPOUT)
-                tx.each([](float& t, int, int, float& weight) { t = weight < 0 ? 0 : t; }, x);
+            if (DROPOUT) tx.each([](float& t, int, int, float& weight) { t = weight < 0 ? 0 : t; }, x);
             Operand<ROWS> operand;
             operand.take(tx);
             store_transposed(operand, tp_tile(), 0, 16 * warp());
@@ -179,9 +176,9 @@ struct MovingWideConsumer {
             start_AtBt<KEYS>(tdq[b], s.k_tile(), warpgroup * BLOCKS + b, tdx_tile(), 0);
             if constexpr (TK) start_AtBt<KEYS, ADD>(tdq[b], s.tk_tile(), warpgroup * BLOCKS + b, dx_tile(), 0);
         }
-        wgmma_wait<BLOCKS*(1 + TK) + 1 + TQ>();
+        wgmma_wait<BLOCKS * (1 + TK) + 1 + TQ>();
         s.d.release();
-        wgmma_wait<BLOCKS*(1 + TK)>();
+        wgmma_wait<BLOCKS * (1 + TK)>();
         s.q.release();
         wgmma_wait<0>();
         changed(tdv);
