@@ -53,7 +53,7 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
         ("q", "k", "v", "dlse")),
     "wide-key-mask": (("float16", {"seq": (70, 140), "dims": (256, 200), "key_mask": True, "given": ("seed",)},
         {"dropout": 0.2, "scale": -0.08}), ("q", "k", "v")),
-    "in-turn": (("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}), ("q", "k", "v")),  # as of the backward
+    "in-turn": (("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}), ("q", "k", "v")),
     "slopes": (("bfloat16", {"heads": (4, 2), "seq": (150, 143), "given": ("alibi_slopes", "sinks")},
         {"causal": True, "scale": -0.3}), INPUTS),
     "in-order": (("float16", {"heads": (4, 2), "seq": (150, 330), "batch": 1}, {"deterministic": True}), INPUTS),
