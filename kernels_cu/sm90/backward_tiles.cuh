@@ -373,7 +373,7 @@ __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
             int tile = walk.tile(step);
             f(head, tile, (t.kv_head(p) * group + h) * tiles + first + tile,
-              walk.template bits<!WIDE>(step, t.keys(p)));
+              walk.template bits<!WIDE || MOVED>(step, t.keys(p)));
         }
     });
 }
