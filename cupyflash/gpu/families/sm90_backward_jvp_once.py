@@ -8,11 +8,11 @@ from typing import NamedTuple
 from ...passes import BACKWARD_JVP
 from ...problem import AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Workspace, both_ways, features, key_tiles, pad, query_tiles
+from ..kernel_plan import Box, KernelPlan, Launch, Workspace, both_ways, features, key_tiles, pad, query_tiles, room
 from . import sm90_backward_cost as cost
 from .sm90_backward import FINISH, Finish
 from .sm90_backward_tiles import BackwardTile
-from .sm90_memory import BARRIERS, common, dots, padded, paired, room
+from .sm90_memory import BARRIERS, common, dots, padded, paired
 
 NUMBERS = 4  # of each query: lse, delta and their tangents
 
