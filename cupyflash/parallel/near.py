@@ -92,9 +92,8 @@ class NearKeys:
                 put_sum(taken(target, to), [taken(whose[rank][i], at) for rank, at in parts])
 
 
-_Added = tuple[
-    Place | None, tuple[tuple[int, Place | None], ...]
-]  # where a sum goes, and which rows of which ranks it is
+# Where a sum goes, and which rows of which ranks it is.
+_Added = tuple[Place | None, tuple[tuple[int, Place | None], ...]]
 
 
 class _Moves(NamedTuple):
@@ -107,9 +106,7 @@ class _Moves(NamedTuple):
     packed: int  # bytes of the latter
     sends: tuple[tuple[int, int, int, int, int], ...]  # rank, byte there, of which array here (_ROOM, ...), byte, bytes
     others: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]  # ranks with sums of rows held here, and their shapes
-    added: tuple[
-        tuple[Place | None, tuple[tuple[int, Place | None], ...]], ...
-    ]  # where sums of whose rows go, in this order
+    added: tuple[_Added, ...]  # in this order
     sizes: tuple[int, int]  # bytes of keys, of sums, of the rank that has most
 
 
