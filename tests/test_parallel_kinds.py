@@ -100,6 +100,22 @@ def test_whatever_a_call_depends_on_is_said_by_its_kind(monkeypatch: pytest.Monk
     parallel.simulated(2).run(work)
 
 
+@pytest.mark.parametrize(
+    ("name", "known", "nonsense"),
+    [("groups", 1, True), ("return_lse", True, 1), ("window", (9, 3), (9.0, 3))],
+)
+def test_what_equals_a_known_kind_is_refused_all_the_same(name: str, known: Any, nonsense: Any) -> None:
+    x = torch.zeros(3, 1, 64, 2, 8)
+
+    def work(plain: Any) -> None:
+        group, own = Costly(plain), [ROWS.take(y, plain.rank) for y in x]
+        parallel.attention(*own, group, rows=ROWS, **{name: known})
+        with pytest.raises((TypeError, ValueError), match=name):
+            parallel.attention(*own, group, rows=ROWS, **{name: nonsense})
+
+    parallel.simulated(2).run(work)
+
+
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
 def test_numbers_of_rows_are_given_as_kernels_take_them(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some of a rank's rows each call of a GPU would copy them."""

@@ -121,11 +121,11 @@ MIXED: dict[str, Case] = {
         {"causal": True, "window": (70, None)}, {"sinks": normal(r, 4)}, (2, 128, 2, 1),
     ),
     "one warpgroup, slopes, key mask": lambda r: (
-        packed(r, [1, 90, 1, 2, 33], [80, 97, 9, 140, 90], heads=(8, 1), k="cache", behind=1), {"causal": True},
+        packed(r, [1, 90, 1, 2, 65], [80, 97, 9, 140, 90], heads=(8, 1), k="cache", behind=1), {"causal": True},
         {"alibi_slopes": abs(normal(r, 5, 8)), "key_mask": drawn(r, 5, 160)}, (1, 64, 3, 3),
     ),
     "192, soft cap": lambda r: (
-        packed(r, [1, 70, 1], [80, 70, 9], heads=(4, 1), dims=(192, 128), behind=1), {"softcap": 5.0}, {},
+        packed(r, [1, 70, 1, 65], [80, 70, 9, 99], heads=(4, 1), dims=(192, 128), behind=1), {"softcap": 5.0}, {},
         (2, 80, 2, 1),
     ),
 }  # fmt: skip

@@ -33,6 +33,11 @@ class Kind:
         return isinstance(other, Kind) and self._said == other._said
 
 
+def _typed(x: Any) -> Any:
+    """A key for it that no other type has: 1 is taken where True is refused."""
+    return (type(x), tuple(map(_typed, x)) if type(x) is tuple else x)
+
+
 def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any], *more: Any) -> Kind | None:
     """A key that says all that is asked but for the values of arrays; None where that cannot be said, or where ranks
     compare every call."""
@@ -46,14 +51,14 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
         key: list[Any] = [(x.rank, x.size, *how) for x, how in zip(ranks, moves)]
         for name, x in (*operands.items(), *options.items()):
             if type(x) in _PLAIN or (type(x) is tuple and all(type(y) in _PLAIN for y in x)):
-                key.append((name, type(x), x))
+                key.append((name, _typed(x)))
             elif isinstance(x, RowsMask):
                 key.append((name, weakref.ref(x)))  # a mask is no longer kept than its owner keeps it
             elif (name in operands or (name in ARRAY_RULES and name != "seed")) and interop.library(name, x) is lib:
                 key.append((name, signature(x)))
             else:
                 return None
-        return Kind(*key, *more)
+        return Kind(*key, *map(_typed, more))
     except Exception:  # noqa: BLE001 - `check` says what is wrong
         return None
 

@@ -26,12 +26,13 @@ def attention(
     plan = {name: options.pop(name, None) for name in ("rows", "key_rows", "exchange", "groups", "stretches")}
     reads = dict(options.pop("score_arrays", None) or {})
     named = {name: options.pop(name) for name in _FOLLOWED if options.get(name) is not None}
-    how = _How(group, plan, options, tuple(named), tuple(reads))
+    # (What is neither True nor False all ranks are told of.)
+    how = _How(group, True if return_lse is False else return_lse, plan, options, tuple(named), tuple(reads))
     tensors = (q, k, v, *named.values(), *reads.values())
     if recorded([x for x in tensors if isinstance(x, torch.Tensor)]):
         out, lse = _Attention.apply(how, *tensors)
     else:
-        out, lse = calls.attention(q, k, v, group, return_lse=True, **how.given(tensors[3:]))
+        out, lse = calls.attention(q, k, v, group, return_lse=how.return_lse, **how.given(tensors[3:]))
     return (out, lse) if return_lse else out
 
 
@@ -45,9 +46,16 @@ class _How:
     """What is asked, but for the tensors that autograd follows."""
 
     def __init__(
-        self, ranks: Any, plan: dict[str, Any], options: dict[str, Any], named: tuple[str, ...], reads: tuple[str, ...]
+        self,
+        ranks: Any,
+        return_lse: Any,
+        plan: dict[str, Any],
+        options: dict[str, Any],
+        named: tuple[str, ...],
+        reads: tuple[str, ...],
     ) -> None:
-        self.ranks, self.plan, self.options, self.named, self.reads = ranks, plan, options, named, reads
+        self.ranks, self.return_lse, self.plan, self.options = ranks, return_lse, plan, options
+        self.named, self.reads = named, reads
 
     def given(self, tensors: Sequence[Any]) -> dict[str, Any]:
         arrays = dict(zip(self.named, tensors))
@@ -60,7 +68,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, how: _How, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
         given = how.given([x.detach() for x in tensors])
         q, k, v = (x.detach() for x in (q, k, v))
-        out, lse = calls.attention(q, k, v, how.ranks, return_lse=True, **given)
+        out, lse = calls.attention(q, k, v, how.ranks, return_lse=how.return_lse, **given)
         ctx.how = how
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
