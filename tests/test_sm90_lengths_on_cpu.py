@@ -69,7 +69,9 @@ CASES: dict[str, Case] = {
     "256": lambda r: (packed(r, dims=(256, 200), heads=(2, 1)), {"causal": True}, {}, None),
     "pages of 16": lambda r: (packed(r, k="paged", page=16), {"causal": True}, {}, USUAL),
     "pages of 24": lambda r: (packed(r, k="paged", page=24, offsets="int64"), {}, {}, USUAL),
-    "pages of 64, a few queries each": lambda r: (packed(r, [7] * 4, k="paged", page=64, q="dense"), {}, {}, None),
+    "pages of 64, a few queries each": lambda r: (
+        packed(r, [7] * 4, k="paged", page=64, q="dense"), {}, {}, (2, 128, 4, 1),
+    ),
     "pages of 256": lambda r: (packed(r, k="paged", page=256), {"causal": "top_left"}, {}, (2, 96, 2, 1)),
     "few queries on caches": lambda r: (
         packed(r, [5] * 4, [80, 3, 200, 140], k="cache", q="dense", heads=(8, 1)), {"causal": True}, {}, (2, 128, 4, 1),
