@@ -35,19 +35,12 @@ class Turn(NamedTuple):
     step: Step
     heads: Span  # of queries, among all
     first: bool  # of these heads: results are merged into those of the calls before
-
-    def places(self, asked: Asked) -> dict[str, tuple[slice, ...]]:
-        """Where its part of each optional array stands."""
-        return {
-            name: index(name, tuple(x.shape), self.heads, self.step.local, self.step.keys)
-            for name, x in asked.arrays.items()
-            if name != "sinks" or self.first  # one score more, once
-        }
+    places: dict[str, tuple[slice, ...]]  # of its part of each optional array
 
     def run(self, asked: Asked, arrays: Arrays, targets: Arrays) -> Any:
         """With arrays of the pass, optional ones aside."""
         options, score = self.call.options, self.call.options["score"]
-        arrays |= {name: asked.arrays[name][at] for name, at in self.places(asked).items()}
+        arrays |= {name: asked.arrays[name][at] for name, at in self.places.items()}
         if self.call.seed is None and (seed := asked.options["seed"]) is not None:
             arrays["seed"] = seed
         if score is not None:
@@ -110,7 +103,7 @@ class Part:
 
     def turns(self, of: Pass) -> Sequence[tuple[Round, Place | None, Sequence[Turn]]]:
         """Of each round the place of its query heads among those that the rank has, and its calls."""
-        return self.kept("turns", lambda: [self._turns(of, x) for x in self.rounds()])
+        return self.kept(("turns", of.name), lambda: [self._turns(of, x) for x in self.rounds()])
 
     def _turns(self, of: Pass, round_: Round) -> tuple[Round, Place | None, Sequence[Turn]]:
         asked, (q_shift, k_shift), count = self.asked, self.asked.shift, self.rows.count(self.asked.group.rank)
@@ -127,8 +120,14 @@ class Part:
                 lib, of, {}, options | {"at": at}, seed=None if hasattr(seed, "shape") else seed,
                 family=asked.options["family"], return_lse=of is FORWARD, wrt=wrt,
             )  # fmt: skip
+            places = {
+                name: index(name, tuple(x.shape), among_all, step.local, step.keys)
+                for name, x in asked.arrays.items()
+                if name != "sinks" or round_.first  # one score more, once
+            }
             rows, numbers = place((step.local, count), of_rank), place(of_rank, (step.local, count))
-            found.append(Turn(call, rows, numbers, place((step.here, round_.length)), step, among_all, round_.first))
+            keys = place((step.here, round_.length))
+            found.append(Turn(call, rows, numbers, keys, step, among_all, round_.first, places))
         return round_, place(((0, count), count), of_rank), found
 
     def deals(self) -> tuple[Deal, Deal]:
@@ -308,12 +307,11 @@ def _backward(
             if not of.first:
                 of_q += into[0]
             written.add(here, into[1:])
-            places = turn.places(part.asked)
             for name, x in found.of_arrays.items():
                 if _of_one_call(name, like[name]):
-                    _put_part(of_arrays, name, places[name], x, like[name])
+                    _put_part(of_arrays, name, turn.places[name], x, like[name])
                 else:
-                    of_arrays[name][places.get(name, ...)] += x
+                    of_arrays[name][turn.places.get(name, ...)] += x
         if whole:
             continue
         if of.last and not once:
