@@ -37,9 +37,9 @@ struct OrderedTile {
     }
 };
 
-// How many tiles each class has becomes how many come before its first one.
+// How many tiles each class has becomes how many come before its first one. How many there are in all.
 template <int CLASSES>
-__device__ void count_before(int (&tiles)[CLASSES]) {
+__device__ int count_before(int (&tiles)[CLASSES]) {
     int lane = threadIdx.x % 32, before = 0;
     for (int first = CLASSES - 32; first >= 0; first -= 32) {
         int own = tiles[first + lane], sum = own;
@@ -51,28 +51,75 @@ __device__ void count_before(int (&tiles)[CLASSES]) {
         tiles[first + lane] = before + sum - own;
         before += __shfl_sync(~0u, sum, 0);
     }
+    return before;
 }
 
+// The lanes of a warp that have the same number, of BITS bits, as this one; of those that have one.
+template <int BITS>
+__device__ unsigned lanes_alike(int number, bool any) {
+    unsigned alike = __ballot_sync(~0u, any);
+#pragma unroll
+    for (int bit = 0; bit < BITS; bit++) {
+        unsigned set = __ballot_sync(~0u, number >> bit & 1);
+        alike &= number >> bit & 1 ? set : ~set;
+    }
+    return alike;
+}
+
+// Each warp has a stretch of places. Tiles of a class come in the order of these, so that neighbours read the same K
+// and V; where later tiles see more keys, these first.
 template <int ROWS>
 __device__ void order_tiles(const Params& p) {
     using Tiles = QueryTiles<ROWS>;
     using Ordered = OrderedTile<ROWS>;
-    __shared__ int next[Ordered::CLASSES];
+    constexpr int CLASSES = Ordered::CLASSES, WARPS = ORDER_THREADS / 32;
+    __shared__ int before[CLASSES];       // tiles of higher classes
+    __shared__ int next[WARPS * CLASSES];  // places in the list
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int* own = next + warp * CLASSES;
     auto for_each = [&](auto visit) {
-        // (Where later tiles see more keys, these first within a class, too.)
-        for (int place = Tiles::of_head(p) - 1 - int(threadIdx.x); place >= 0; place -= ORDER_THREADS) {
-            HeadTile found = Tiles::placed(p, place, 0);
+        int places = Tiles::of_head(p), each = 32 * tiles_in(places, ORDER_THREADS);
+        for (int first = warp * each; first < min(places, (warp + 1) * each); first += 32) {
+            HeadTile found = Tiles::placed(p, max(0, places - 1 - first - lane), 0);
             Ordered tile{found.head, found.number};
-            if (!found.none()) visit(tile, next[tile.size_class(p)]);
+            bool any = first + lane < places && !found.none();
+            visit(tile, any, any ? tile.size_class(p) : 0);
         }
     };
-    if (threadIdx.x < Ordered::CLASSES) next[threadIdx.x] = 0;
+    for (int n = lane; n < CLASSES; n += 32) own[n] = 0;
+    __syncwarp();
+    for_each([&](const Ordered&, bool any, int of) {
+        if (any) atomicAdd(&own[of], 1);
+    });
     __syncthreads();
-    for_each([&](const Ordered&, int& count) { atomicAdd(&count, 1); });
+    if (threadIdx.x < CLASSES) {
+        int all = 0;
+        for (int n = 0; n < WARPS; n++) all += next[n * CLASSES + threadIdx.x];
+        before[threadIdx.x] = all;
+    }
     __syncthreads();
-    if (threadIdx.x < 32) count_before(next);
+    int tiles = 0;
+    if (warp == 0) tiles = count_before(before);
     __syncthreads();
-    for_each([&](const Ordered& tile, int& place) { tile.store(p, atomicAdd(&place, 1)); });
+    if (threadIdx.x < CLASSES) {
+        int place = before[threadIdx.x];
+        for (int n = 0; n < WARPS; n++) {
+            int& first = next[n * CLASSES + threadIdx.x];
+            int count = first;
+            first = place;
+            place += count;
+        }
+    }
     __syncthreads();
-    if (threadIdx.x == 0) p.order[0] = next[0];  // behind the last of the last class
+    for_each([&](const Ordered& tile, bool any, int of) {
+        unsigned alike = lanes_alike<8>(of, any);
+        int place = own[of];
+        __syncwarp();
+        if (any) {
+            tile.store(p, place + __popc(alike & ((1u << lane) - 1)));
+            if (alike >> lane == 1) own[of] = place + __popc(alike);  // the last one of them
+        }
+        __syncwarp();
+    });
+    if (threadIdx.x == 0) p.order[0] = tiles;
 }
