@@ -193,7 +193,7 @@ struct Sequence : Lengths<RAGGED> {
     }
 
     // Of all: how many numbers an array (B, Hq, Sq) has, or so many times; the longest one's queries and keys, which
-    // are the axes of arrays over pairs; bytes of K and V of a head (of packed sequences in the mean).
+    // are the axes of arrays over pairs; bytes of K and V of a head, of so many keys (of packed sequences in the mean).
     __device__ static long long all_query_numbers(const Params& p, long long times = 1) {
         if (config::PACKED_Q) return times * p.heads_q * p.rows_q;
         return times * p.batch * p.heads_q * p.seq_q;
@@ -201,8 +201,11 @@ struct Sequence : Lengths<RAGGED> {
     __device__ static int most_queries(const Params& p) { return p.seq_q; }
     __device__ static int most_keys(const Params& p) { return p.seq_k; }
     __device__ static int most_key_rows(const Params& p) { return config::LENGTHS ? p.rows_k : p.seq_k; }
+    __device__ static long long bytes_of_kv(const Params& p, int keys) {
+        return (long long)sizeof(Kept) * keys * (p.dim + p.dim_v);
+    }
     __device__ static long long bytes_of_kv(const Params& p) {
-        return (long long)sizeof(Kept) * (config::PACKED_K ? max(1, p.rows_k / p.batch) : p.seq_k) * (p.dim + p.dim_v);
+        return bytes_of_kv(p, config::PACKED_K ? max(1, p.rows_k / p.batch) : p.seq_k);
     }
 
    private:

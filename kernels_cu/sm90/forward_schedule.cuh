@@ -79,11 +79,17 @@ static_assert(!ORDERED || PACKED_Q && !SHARES && !walk::LISTED);
 __device__ inline int first_column(const Tile& tile) { return V_PARTS > 1 ? tile.part * DIM_V : 0; }
 
 // Each tile so many times, with a part of the columns of V; SHARES: with a share of its keys.
-struct TileSchedule : PackSchedule<HEAD_ROWS, PACK> {
-    using Whole = PackSchedule<HEAD_ROWS, PACK>;
+struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED> {
+    using Whole = PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>;
 
     __device__ TileSchedule(const Params& p) : Whole(p) {
-        if constexpr (ORDERED) this->tiles = OrderedTile<HEAD_ROWS>::count(p);
+        if constexpr (ORDERED) {
+            AllTiles all = AllTiles::of(p);
+            tiles = all.count;
+            // Those with most keys are worked on at once; and each worker has time for LAST of them in the last round.
+            together = heads_in(CACHE, Sequence::bytes_of_kv(p, all.most_keys));
+            rounds = max(0, heads - tiles_in(LAST * workers(), max(1, all.full))) / together;
+        }
     }
     __device__ int total() const { return Whole::total() * V_PARTS * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
     __device__ Tile tile(int number) const {

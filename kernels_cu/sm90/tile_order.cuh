@@ -14,9 +14,8 @@ struct OrderedTile {
     Head head;  // number 0 of its sequence
     int number;
 
-    // Of p.order, 32 bytes each: first how many there are.
+    // Of p.order, 32 bytes each: first what all have.
     __device__ static uint4* list(const Params& p) { return (uint4*)p.order; }
-    __device__ static int count(const Params& p) { return p.order[0]; }
     __device__ static OrderedTile at(const Params& p, int place, int q, int k) {
         uint4 of = list(p)[2 * place + 2], lengths = list(p)[2 * place + 3];
         Range rows_q{int(lengths.x), int(lengths.y)}, rows_k{int(lengths.z), int(lengths.w)};
@@ -30,10 +29,25 @@ struct OrderedTile {
 
     // Tiles of a class have as many keys as each other, but for an eighth.
     static constexpr int CLASSES = 256;
+    static constexpr int ONE = 127 << 3;  // of one key, and fewer, as below
     __device__ int size_class(const Params& p) const {
         Range keys = Band{p, head}.keys_of(head.template query_tile<ROWS>(p, number));
-        constexpr int ONE = 127 << 3;  // as below, of one key
         return max(0, int(__float_as_uint(float(keys.end - keys.begin)) >> 20) - ONE);
+    }
+    __device__ static float keys_of_class(int n) { return __uint_as_float((n + ONE) << 20); }
+};
+
+// What the tiles of a list have, of each head.
+struct AllTiles {
+    int count, most_keys;
+    int full;  // so many with most keys have as many as all together
+
+    __device__ static AllTiles of(const Params& p) {
+        uint4 x = *(const uint4*)p.order;
+        return {int(x.x), int(x.y), int(x.z)};
+    }
+    __device__ void store(const Params& p) const {
+        *(uint4*)p.order = {unsigned(count), unsigned(most_keys), unsigned(full), 0};
     }
 };
 
@@ -98,8 +112,21 @@ __device__ void order_tiles(const Params& p) {
         before[threadIdx.x] = all;
     }
     __syncthreads();
-    int tiles = 0;
-    if (warp == 0) tiles = count_before(before);
+    AllTiles all{};
+    if (warp == 0) {
+        float most = 1, keys = 0;
+        for (int n = lane; n < CLASSES; n += 32) {
+            keys += before[n] * Ordered::keys_of_class(n);
+            if (before[n] > 0) most = Ordered::keys_of_class(n);
+        }
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            keys += __shfl_xor_sync(~0u, keys, step);
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        }
+        __syncwarp();
+        all = {count_before(before), int(most), int(keys / most)};
+    }
     __syncthreads();
     if (threadIdx.x < CLASSES) {
         int place = before[threadIdx.x];
@@ -121,5 +148,5 @@ __device__ void order_tiles(const Params& p) {
         }
         __syncwarp();
     });
-    if (threadIdx.x == 0) p.order[0] = tiles;
+    if (threadIdx.x == 0) all.store(p);
 }

@@ -16,8 +16,9 @@ struct Tile {
 
 // Tiles of ROWS queries of PACK heads each, which share K and V; the last of those that do may have heads beyond them.
 // Where later tiles see more keys, heads are worked on in rounds. Workers are of BLOCKS thread blocks.
-template <int ROWS, int PACK, int BLOCKS = 1>
-struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
+template <int ROWS, int PACK, int BLOCKS = 1, bool IN_ROUNDS = walk::GROWING>
+struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, IN_ROUNDS> {
+    using Base = Schedule<QueryTiles<ROWS>, QUERY_ORDER, IN_ROUNDS>;
     // Heads whose K and V together stay in the L2 cache, while their Q and O pass through it. Heads of a few tiles wait
     // for memory rather than for products: of half as many, so that long tiles of some are beside short ones of others.
     static constexpr long long CACHE = 16 << 20;
@@ -31,16 +32,15 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     int together, rounds = 0;  // of these, whose tiles are worked on together; of so many; those that are left are the
                                // last round
 
-    __device__ PackSchedule(const Params& p)
-        : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING>(p), packs(tiles_in(group_of(p), PACK)) {
+    __device__ PackSchedule(const Params& p) : Base(p), packs(tiles_in(group_of(p), PACK)) {
         heads = p.heads_k * packs;
-        int workers = gridDim.x / BLOCKS;
         together = heads_in(of_sequence() > FEW_TILES ? CACHE : CACHE / 2);
         if (walk::GROWING)
-            rounds = max(0, heads * entries() - min(tiles_in(LAST * workers, of_sequence()), heads_in(2 * CACHE))) /
+            rounds = max(0, heads * entries() - min(tiles_in(LAST * workers(), of_sequence()), heads_in(2 * CACHE))) /
                      together;
     }
 
+    __device__ static int workers() { return gridDim.x / BLOCKS; }
     // Tiles of a head of one sequence: of packed ones, which come one after the other, in the mean.
     __device__ int of_sequence() const { return config::PACKED_Q ? max(1, this->tiles / this->p.batch) : this->tiles; }
 
@@ -49,16 +49,16 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING> {
     __device__ int total() const { return this->tiles * heads * entries(); }
 
     // Packs of heads whose K and V take so many bytes; one head at least.
-    __device__ int heads_in(long long bytes) const {
+    __device__ int heads_in(long long bytes) const { return heads_in(bytes, Sequence::bytes_of_kv(this->p)); }
+    __device__ int heads_in(long long bytes, long long of_head) const {
         const Params& p = this->p;
         // Every thread comes to the same, and faster than by integers.
-        float fit = float(bytes) / float(Sequence::bytes_of_kv(p));
+        float fit = float(bytes) / float(of_head);
         return int(fmaxf(1, fminf(fit, float(p.heads_k * entries())))) * packs;
     }
 
     __device__ TileIndex index(int number) const {
-        return Schedule<QueryTiles<ROWS>, QUERY_ORDER, walk::GROWING>::index(number, heads * entries(), together,
-                                                                             rounds);
+        return Base::index(number, heads * entries(), together, rounds);
     }
     // The first head of Q of a pack, and that of K and V.
     struct Heads {
