@@ -412,19 +412,23 @@ def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch", "heads_k", "listed"),
+    ("rows", "batch", "heads_k", "hint", "listed"),
     [
-        (2079, 32, 8, True),  # heads share tiles
-        (2079, 32, 32, True),  # a tile each in the mean
-        (2079, 8, 32, False),  # several
-        (240, 8, 32, False),  # few for each thread block
-        (33, 2, 8, False),
+        (2079, 32, 8, None, True),  # heads share tiles
+        (2079, 32, 32, None, True),  # a tile each in the mean
+        (2079, 8, 32, None, False),  # several
+        (16384, 65, 32, None, False),
+        (16384, 65, 32, 8192, True),  # all but one have one
+        (16384, 64, 32, 256, False),
+        (16384, 8, 32, 2048, False),
+        (240, 8, 32, None, False),  # few for each thread block
+        (33, 2, 8, None, False),
     ],
 )
-def test_where_tiles_are_listed(rows: int, batch: int, heads_k: int, listed: bool) -> None:
+def test_where_tiles_are_listed(rows: int, batch: int, heads_k: int, hint: int | None, listed: bool) -> None:
     packed = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     asked = problem("bfloat16", 128, batch=batch, seq_q=rows, seq_k=65536, heads_q=32, heads_k=heads_k, rows_q=rows,
-        rows_k=65536, causal="bottom_right", right=0, given=packed)  # fmt: skip
+        rows_k=65536, causal="bottom_right", right=0, given=packed, max_seqlen_q=hint)  # fmt: skip
     made = sm90_forward.plan(asked, Arch.of("sm_90a"), None)
     assert (made.launches[0].name == "attention_order") == dict(made.constants)["ORDERED"] == listed
     assert bool(sum(x.nbytes for x in made.workspace if x.name == "order")) == listed

@@ -81,10 +81,14 @@ def mixed(problem: AttentionProblem, arch: Arch) -> int:
 def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> bool:
     """Whether tiles of packed sequences, `span` queries each and so many of each thread block, are listed by their keys
     before the forward: where sequences have tiles of very different lengths, or so few each that looking for them costs
-    more than a list. (Long sequences in turn find K and V in the L2 cache, where tiles of all by length do not.)"""
+    more than a list. Few are a tile in the mean, or without the longest, where a hint says how long that is. (Long
+    sequences in turn find K and V in the L2 cache, where tiles of all by length do not.)"""
     if problem.rows_q is None or problem.block_mask is not None or each < LISTED_TILES:
         return False
-    return pack > 1 or problem.rows_q <= problem.batch * span
+    few = problem.rows_q <= problem.batch * span
+    if problem.max_seqlen_q is not None:
+        few |= problem.rows_q - problem.max_seqlen_q <= (problem.batch - 1) * span
+    return pack > 1 or few
 
 
 def by_seconds(problem: AttentionProblem, arch: Arch) -> tuple[tuple[ForwardTile, int], ...]:
