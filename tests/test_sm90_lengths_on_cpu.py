@@ -244,6 +244,21 @@ CUT: dict[str, Case] = {
         packed(r, [3] * 4, [300, 3, 600, 140], k="cache", q="dense", heads=(4, 2)), {"causal": True}, {},
         (2, 128, 4, 1),
     ),
+    "packed tokens on packed keys": lambda r: (
+        packed(r, [1] * 4, [300, 3, 600, 0], heads=(8, 2), behind=0), {"causal": True}, {"sinks": normal(r, 8)},
+        (2, 128, 4, 1),
+    ),
+    "a few packed on pages, and rows behind them": lambda r: (
+        packed(r, [3, 0, 1, 2], [300, 3, 600, 140], k="paged", page=16, heads=(4, 1), behind=2), {"causal": True}, {},
+        (1, 64, 3, 2),
+    ),
+    "packed that were not expected to be long": lambda r: (
+        packed(r, [1, 130, 0, 200, 1], [300, 131, 5, 600, 0], heads=(2, 2), behind=140), {"causal": True}, {},
+        (2, 128, 4, 1),
+    ),
+    "queries for each on packed keys": lambda r: (
+        packed(r, [3] * 4, [300, 3, 600, 140], q="dense", heads=(4, 2), offsets="int64"), {}, {}, (2, 128, 4, 1),
+    ),
     "bias and mask": lambda r: (
         packed(r, [3] * 4, [150, 3, 0, 70], k="cache", q="dense"), {"causal": True},
         {"bias": normal(r, 1, HEADS, 3, 160, dtype=np.float16), "mask": drawn(r, N, HEADS, 3, 160)}, (2, 64, 2, 1),
@@ -260,6 +275,7 @@ def test_keys_in_shares_by_length(
         monkeypatch.setattr(shares, name, tiles)
     of, options, others, tile = CUT[case](rng)
     alone = {n: Dealt(max(2, -(-n // tile[1])), 0) for n in of.keys}  # (sinks are added where shares are combined)
+    monkeypatch.setattr(sm90_forward_cost, "longest_q", lambda _: 1)
     monkeypatch.setattr(sm90_forward_cost, "dealt", lambda x, *_: alone.get(x.seq_k, Dealt(1, 0)))
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
     constants = dict(seen[0].constants)
@@ -449,7 +465,14 @@ def test_where_tiles_are_listed(rows: int, batch: int, heads_k: int, hint: int |
         (cached(32, 65536, left=4000), 0, 1),
         (cached(32, 65536, block_mask=("batch", "head")), 0, 1),
         (cached(8, 65536, seq_q=300), 0, 1),
-        (cached(8, 65536, seq_q=8, rows_q=64), 0, 4),
+        (cached(8, 65536, seq_q=64, rows_q=64), 16, 64),
+        (cached(32, 65536, seq_q=32, rows_q=32), 32, 32),  # a token each
+        (cached(32, 65536, seq_q=50, rows_q=50), 0, 5),  # who knows
+        (cached(32, 65536, seq_q=50, rows_q=50, max_seqlen_q=1), 32, 32),
+        (cached(32, 64000, seq_q=32, rows_q=32, rows_k=64000), 32, 32),  # four times the mean is long
+        (cached(64, 64000, seq_q=64, rows_q=64, rows_k=64000), 0, 1),  # not that many more
+        (cached(64, 64000, seq_q=64, rows_q=64, rows_k=64000, max_seqlen_k=8192), 32, 32),
+        (cached(512, 32768, seq_q=32768, rows_q=32768, rows_k=32768), 0, 1),  # short ones
     ],
 )
 def test_where_each_cache_is_cut_by_its_own_length(problem: Any, share_tiles: int, parts: int) -> None:

@@ -17,7 +17,7 @@ constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that sha
 constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS ||
                                            (SHIFTS && sizeof(In) > 1 && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
-static_assert(!BY_LENGTH || SHARES && LENGTHS && !PACKED_Q && !walk::LISTED);
+static_assert(!BY_LENGTH || SHARES && (LENGTHS || PACKED_K) && !walk::LISTED);
 
 // Threads that load: a warp where it looks up pages, or counts shares; then its first thread alone waits and asks.
 // (Others that waited could come so late that a phase of the same parity is the next but one.)
@@ -117,18 +117,17 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>
 // BY_LENGTH: the same by numbers that only grow, of which there are so many as lengths say.
 struct SharesInTurn {
     const TileSchedule& schedule;
-    SharesByLength shares;
-    SharesByLength::Found found;
+    SharesByLength<HEAD_ROWS> shares;
+    SharesByLength<HEAD_ROWS>::Found found;
 
     __device__ SharesInTurn(const Params& p, const TileSchedule& schedule)
-        : schedule(schedule), shares{p, schedule.tiles * schedule.heads} {}
+        : schedule(schedule), shares{p, schedule.heads} {}
     __device__ bool has(int number) { return shares.find(number, found); }
     // Of the number that has() has found.
     __device__ Tile tile() const {
-        int heads = schedule.heads;
-        Tile tile = schedule.Whole::tile(TileIndex{found.batch * heads + found.tile % heads, found.tile / heads});
-        tile.share = found.share;
-        return tile;
+        auto [q, k] = schedule.heads_of(found.tile % schedule.heads);
+        Head head = Head::of(schedule.p, found.sequence, q, k);
+        return {head, head.template query_tile<HEAD_ROWS>(schedule.p, found.tile / schedule.heads), found.share};
     }
     // Where has() has said no.
     __device__ int total() const { return shares.before; }

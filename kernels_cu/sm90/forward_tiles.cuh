@@ -47,6 +47,7 @@ constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 // its number: beside three warpgroups it has no registers for more. (Of packed queries it has, and they search no
 // offsets.)
 constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES && V_PARTS == 1;
+constexpr bool TELL_LENGTHS = (TELL || BY_LENGTH) && RAGGED;  // which it has looked up
 
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
@@ -106,7 +107,7 @@ struct Shared {
     static constexpr int PAIR_RING = V_RING + KVRing::BYTES;
     static constexpr int NOTES = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
     static constexpr int NOTES_BYTES = 16 * Q_STAGES * Q_PARTS;  // and as many for lengths
-    static constexpr int END = NOTES + (1 + (TELL && RAGGED)) * NOTES_BYTES;
+    static constexpr int END = NOTES + (1 + TELL_LENGTHS) * NOTES_BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
@@ -151,19 +152,19 @@ struct Shared {
             store_shared(note() + 4, tile.head.q);
             store_shared(note() + 8, tile.head.k);
             store_shared(note() + 12, tile.queries.begin);
-            if constexpr (RAGGED) {
-                store_shared(note() + NOTES_BYTES, tile.head.first_query());
-                store_shared(note() + NOTES_BYTES + 4, tile.head.queries(p));
-                store_shared(note() + NOTES_BYTES + 8, tile.head.first_key());
-                store_shared(note() + NOTES_BYTES + 12, tile.head.keys(p));
-            }
         } else if constexpr (BY_LENGTH) {
-            store_shared(note(), tile.head.batch);
+            store_shared(note(), tile.head.number());
             store_shared(note() + 4, tile.head.q);
             store_shared(note() + 8, tile.queries.begin);
             store_shared(note() + 12, tile.share);
         } else {
             store_shared(note(), number);
+        }
+        if constexpr (TELL_LENGTHS) {
+            store_shared(note() + NOTES_BYTES, tile.head.first_query());
+            store_shared(note() + NOTES_BYTES + 4, tile.head.queries(p));
+            store_shared(note() + NOTES_BYTES + 8, tile.head.first_key());
+            store_shared(note() + NOTES_BYTES + 12, tile.head.keys(p));
         }
     }
     __device__ Head told_head(const Params& p, int n, int q, int k) const {
@@ -185,9 +186,9 @@ struct Shared {
         } else if constexpr (BY_LENGTH) {
             uint4 x = load_shared_16(note());
             auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
-            int batch = all(x.x), row = all(x.z);
-            if (batch == -1) return false;
-            Head head = Head::of_q(p, batch, all(x.y));
+            int q = all(x.y), row = all(x.z);
+            Head head = told_head(p, all(x.x), q, q / group_of(p));
+            if (head.batch == -1) return false;
             tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}, all(x.w)};
         } else {
             int number = __shfl_sync(~0u, int(load_shared(note())), 0);

@@ -4,25 +4,27 @@
 #include "attention/schedule.cuh"
 #include "attention/share_count.cuh"
 
-// Shares of tiles are numbered by sequences, of which those that are cut come first, since their shares are longer; of
-// one by shares. A warp finds a number, and later only larger ones.
+// Shares of tiles of ROWS queries are numbered by sequences, of which those that are cut come first, since their shares
+// are longer; of one by shares. A warp finds a number, and later only larger ones.
+template <int ROWS>
 struct SharesByLength {
     const Params& p;
-    int wide;        // tiles of queries of all heads of a sequence
+    int heads;       // of a sequence, that have tiles of their own
     int place = 0;   // all sequences, as those that are cut, and again, as those that are not
     int before = 0;  // numbers of the places in front
     int size = BY_LENGTH ? SHARE_TILES : 1;  // key tiles of a share, at most
 
     // What a number is: a tile of a sequence, and which share.
     struct Found {
-        int batch, tile, share;
+        int sequence, tile, share;
     };
 
     // Whether there is such a number; if not, `before` is how many there are.
     __device__ bool find(int number, Found& found) {
         int lane = threadIdx.x % 32;
-        for (; place < 2 * p.batch; place += 32) {
-            int own = wide * shares_at(place + lane), sum = own;
+        for (; place < 2 * sequences(); place += 32) {
+            Cut of = cut(place + lane);
+            int own = of.tiles * of.shares, sum = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 int lower = __shfl_sync(~0u, sum, max(0, lane - step));
@@ -33,7 +35,8 @@ struct SharesByLength {
                 int first = __ffs(behind) - 1;
                 place += first;
                 before += __shfl_sync(~0u, sum - own, first);
-                found = {place % p.batch, (number - before) % wide, (number - before) / wide};
+                int tiles = __shfl_sync(~0u, of.tiles, first), n = number - before;
+                found = {place % sequences(), n % tiles, n / tiles};
                 return true;
             }
             before += __shfl_sync(~0u, sum, 31);
@@ -42,9 +45,15 @@ struct SharesByLength {
     }
 
    private:
-    __device__ int shares_at(int place) const {
-        if (place >= 2 * p.batch) return 0;
-        int shares = shares_of_keys(Head::of(p, place % p.batch, 0, 0).keys(p), size);
-        return (shares > 1) == (place < p.batch) ? shares : 0;
+    // With what is left behind packed ones.
+    __device__ int sequences() const { return p.batch + PACKED_Q; }
+    struct Cut {
+        int tiles, shares;
+    };
+    __device__ Cut cut(int place) const {
+        if (place >= 2 * sequences()) return {0, 0};
+        Head head = Head::of(p, place % sequences(), 0, 0);
+        int shares = shares_of_keys(head.keys(p), size);
+        return {heads * head.template query_tiles<ROWS>(p), (shares > 1) == (place < sequences()) ? shares : 0};
     }
 };

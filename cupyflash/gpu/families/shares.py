@@ -25,6 +25,7 @@ SPREAD = 2  # times as many blocks that combine as a multiprocessor would have i
 # in shares of FEW_TILES key tiles at most; else in shares of LENGTH_TILES, if one may have more than LONG_TILES. In
 # larger ones where they would leave too much in memory.
 FEW_TILES, LENGTH_TILES, LONG_TILES = 16, 32, 64
+FAR = 4  # times the mean of packed keys one may have, where no hint says how many
 
 
 class Dealt(NamedTuple):
@@ -85,15 +86,16 @@ def combine_seconds(problem: AttentionProblem, n: int) -> float:
 
 def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, parts: int) -> tuple[int, int]:
     """Where each sequence is cut by its own length: of how many tiles of `keys` keys a share is at most, and how many
-    the longest has; 0 and `parts`, what a likely one is cut in, where all are cut in as many. For caches, and one tile
-    of queries of a head."""
-    cached = problem.has("seqlens_k") and problem.rows_q is None and problem.batch > 1
-    tiles, expected = ceil(problem.seq_k, keys), ceil(likely.seq_k, keys)
-    if not cached or problem.left is not None or problem.block_mask is not None:
+    the longest has; 0 and `parts`, what a likely one is cut in, where all are cut in as many. For lengths of keys that
+    are data, and one tile of queries of a head."""
+    differ = (problem.has("seqlens_k") or problem.rows_k is not None) and problem.batch > 1
+    longest = FAR * likely.seq_k if problem.rows_k is not None else problem.seq_k
+    tiles, longest = ceil(problem.seq_k, keys), min(problem.seq_k, problem.max_seqlen_k or longest)
+    if not differ or problem.left is not None or problem.block_mask is not None:
         return 0, parts
-    if parts == 1 and expected <= LONG_TILES:
+    if parts == 1 and ceil(longest, keys) <= LONG_TILES:
         return 0, 1
-    size = min(FEW_TILES, ceil(expected, parts)) if parts > 1 else LENGTH_TILES
+    size = min(FEW_TILES, ceil(ceil(likely.seq_k, keys), parts)) if parts > 1 else LENGTH_TILES
     while size < tiles and ceil(tiles, size) > most(problem):
         size *= 2
     return (size, ceil(tiles, size)) if size < tiles else (0, parts)

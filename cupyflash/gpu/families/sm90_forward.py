@@ -146,7 +146,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
     parts = min(cost.dealt(likely, t, pack, arch).number, shares.most(problem))
     share_tiles, v_parts = 0, value_parts(problem)
-    if v_parts == 1 and problem.seq_q <= span:
+    if v_parts == 1 and cost.longest_q(problem) <= span:
         share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid

@@ -78,6 +78,15 @@ def mixed(problem: AttentionProblem, arch: Arch) -> int:
     return pack if many and mean + 0.5 >= MIXED_GAIN * (mean + 0.5 / pack) else 1
 
 
+def longest_q(problem: AttentionProblem) -> int:
+    """Queries that a sequence has at most, most likely: as a hint says, else as all have where packed rows are shared
+    out evenly."""
+    most = problem.seq_q
+    if problem.rows_q is not None and problem.rows_q % max(1, problem.batch) == 0:
+        most = min(most, problem.rows_q // max(1, problem.batch))
+    return min(most, problem.max_seqlen_q or most)
+
+
 def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> bool:
     """Whether tiles of packed sequences, `span` queries each and so many of each thread block, are listed by their keys
     before the forward: where sequences have tiles of very different lengths, or so few each that looking for them costs
