@@ -88,7 +88,7 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>
             tiles = all.count;
             // Those with most keys are worked on at once; and each worker has time for LAST of them in the last round.
             together = heads_in(CACHE, Sequence::bytes_of_kv(p, all.most_keys));
-            rounds = max(0, heads - tiles_in(LAST * workers(), max(1, all.full))) / together;
+            rounds = max(0, heads - tiles_in(LAST * gridDim.x, max(1, all.full))) / together;
         }
     }
     __device__ int total() const { return Whole::total() * V_PARTS * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)

@@ -34,13 +34,13 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, IN_ROUNDS> {
 
     __device__ PackSchedule(const Params& p) : Base(p), packs(tiles_in(group_of(p), PACK)) {
         heads = p.heads_k * packs;
+        int workers = gridDim.x / BLOCKS;
         together = heads_in(of_sequence() > FEW_TILES ? CACHE : CACHE / 2);
         if (walk::GROWING)
-            rounds = max(0, heads * entries() - min(tiles_in(LAST * workers(), of_sequence()), heads_in(2 * CACHE))) /
+            rounds = max(0, heads * entries() - min(tiles_in(LAST * workers, of_sequence()), heads_in(2 * CACHE))) /
                      together;
     }
 
-    __device__ static int workers() { return gridDim.x / BLOCKS; }
     // Tiles of a head of one sequence: of packed ones, which come one after the other, in the mean.
     __device__ int of_sequence() const { return config::PACKED_Q ? max(1, this->tiles / this->p.batch) : this->tiles; }
 
