@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import as_cpp, cases, compile_all, needs_compiler
-from kernel_cover import cached, problem
+from kernel_cover import cached
 from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from on_cpu import Guarded, run
 from reference import state
@@ -145,37 +145,6 @@ def test_heads_share_tiles_of_many(
     check("sm90", GPU, of, options, others, backward=False, tiles={"forward": tile})
     constants = dict(seen[0].constants)
     assert constants["PACK"] == of.heads[0] // of.heads[1] and constants["ORDERED"]
-
-
-@pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("window", [None, (20, None)])
-def test_tiles_are_listed_by_keys_and_by_places(
-    last_first: bool, window: tuple[int, None] | None, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those with most keys first, and of a class, which differ by an eighth, in the order of places, whoever comes
-    first: where later tiles see more keys, from the last place on."""
-    monkeypatch.setattr(sm90_forward_cost, "ordered", lambda *_: True)
-    queries = [*rng.integers(0, 200, 30), 70000, *rng.integers(0, 3, 40), 5000]
-    keys = [*rng.integers(0, 300, 30), 70100, *rng.integers(0, 9000, 40), 4000]
-    offsets = {f"cu_seqlens_{x}": np.cumsum([0, *n]).astype("i4") for x, n in (("q", queries), ("k", keys))}
-    given = {name: np.zeros((sum(n) + 3, 1, 8), "f2") for name, n in zip("qkv", (queries, keys, keys))} | offsets
-    problem = state(**given, causal=True, window=window)
-    made = sm90_forward.plan(problem, GPU, (2, 128, 2, 1))
-    order = next(x for x in made.workspace if x.name == "order")
-    [library] = compile_all(as_cpp(generate(made), ["attention_order"]))
-    made = replace(made, launches=made.launches[:1], maps=())
-    spaces = {"order": Guarded(order.shape, "uint32")}
-    run(library, made, problem, {n: Guarded(x.shape, x.dtype, x) for n, x in given.items()} | spaces, last_first, 2)
-    found = spaces["order"].array.view("i4").reshape(-1, 8)
-    left, count, expected = problem.left, found[0, 0], []
-    for n, (rows, has) in enumerate(zip([*queries, 3], [*keys, 0])):
-        for tile in range(-(-rows // 128)):
-            first, last = (x + has - rows for x in (tile * 128, min(rows, tile * 128 + 128) - 1))
-            seen = max(0, min(has, last + 1) - (0 if left is None else max(0, first - left)))
-            expected.append((max(0, np.float32(seen).view("i4") // 2**20 - 127 * 8), n, tile))
-    assert count == len(expected)
-    listed = [(n, tile) for _, n, tile in sorted(expected, key=lambda x: (x[0], x[1], x[2]), reverse=True)]
-    assert [tuple(x[:2]) for x in found[1 : count + 1]] == listed
 
 
 # Queries and keys of which positions leave some keys unseen: before a window of the first query, behind the last one's.
@@ -425,29 +394,6 @@ def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -
     for n in steps[steps > 0]:
         heapq.heapreplace(ends, ends[0] + n + 1)
     assert steps.sum() == 16 * 8 * sum(range(1, 9)) and max(ends) < 1.04 * np.mean(ends)
-
-
-@pytest.mark.parametrize(
-    ("rows", "batch", "heads_k", "hint", "listed"),
-    [
-        (2079, 32, 8, None, True),  # heads share tiles
-        (2079, 32, 32, None, True),  # a tile each in the mean
-        (2079, 8, 32, None, False),  # several
-        (16384, 65, 32, None, False),
-        (16384, 65, 32, 8192, True),  # all but one have one
-        (16384, 64, 32, 256, False),
-        (16384, 8, 32, 2048, False),
-        (240, 8, 32, None, False),  # few for each thread block
-        (33, 2, 8, None, False),
-    ],
-)
-def test_where_tiles_are_listed(rows: int, batch: int, heads_k: int, hint: int | None, listed: bool) -> None:
-    packed = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    asked = problem("bfloat16", 128, batch=batch, seq_q=rows, seq_k=65536, heads_q=32, heads_k=heads_k, rows_q=rows,
-        rows_k=65536, causal="bottom_right", right=0, given=packed, max_seqlen_q=hint)  # fmt: skip
-    made = sm90_forward.plan(asked, Arch.of("sm_90a"), None)
-    assert (made.launches[0].name == "attention_order") == dict(made.constants)["ORDERED"] == listed
-    assert bool(sum(x.nbytes for x in made.workspace if x.name == "order")) == listed
 
 
 @pytest.mark.parametrize(
