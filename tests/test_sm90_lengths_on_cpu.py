@@ -280,6 +280,44 @@ def test_shares_are_found_again_for_other_lengths(
             np.testing.assert_allclose(results["lse"].array[n], lse, rtol=0, atol=4e-3, err_msg=f"{n} of {lengths}")
 
 
+@pytest.mark.parametrize("last_first", [False, True])
+def test_shares_are_found_again_for_other_packed_lengths(
+    last_first: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same of packed queries, of which some have more than the tile that was expected, or none, and of offsets that
+    are nonsense: these write nothing elsewhere."""
+    for name, tiles in (("LENGTH_TILES", 1), ("LONG_TILES", 2)):
+        monkeypatch.setattr(shares, name, tiles)
+    count, most, rows = 37, 300, 200
+    of = packed(rng, [2] * count, [most] * count, k="cache", heads=(2, 1), behind=rows - 2 * count, offsets="int64")
+    given = {name: of.of_queries(name) if name == "q" else of.of_keys(name) for name in "qkv"} | of.lengths()
+    given["q"] = rng.standard_normal(given["q"].shape).astype("f2")
+    problem = state(**given, causal=True, max_seqlen_q=2)
+    [made] = plans_of(problem, GPU, "sm90", False, {}, {"forward": (2, 128, 4, 1)})
+    assert dict(made.constants)["SHARE_TILES"] == 1 and dict(made.constants)["PACKED_Q"]
+    [library] = Ran([made]).libraries
+    inputs = {name: Guarded(x.shape, x.dtype, x, rows_aligned=True) for name, x in given.items()}
+    spaces = {x.name: Guarded(x.shape, x.dtype) for x in made.workspace}
+    few = np.cumsum([0, *rng.integers(0, 3, count)])
+    one = np.where(np.arange(count + 1) > 33, 170, 0) + np.minimum(np.arange(count + 1), 30)
+    wild = rng.integers(-9, 300, count + 1)
+    for offsets in (few, 2 * np.arange(count + 1), one, wild, np.full(count + 1, -(1 << 40))):
+        lengths = rng.integers(-9, most + 1, count)
+        for name, x in (("cu_seqlens_q", offsets), ("seqlens_k", lengths)):
+            inputs[name] = Guarded(x.shape, "i8", x.astype("i8"))
+        results = {"out": Guarded(given["q"].shape, "f2"), "lse": Guarded((2, rows), "f4")}
+        run(library, made, problem, results | inputs | spaces, last_first, 2)
+        if offsets is wild:
+            continue
+        bounds = np.clip(offsets, 0, rows)
+        for n, (first, end, keys) in enumerate(zip(bounds, bounds[1:], np.clip(lengths, 0, most))):
+            out, lse = exact(given["q"][first:end], given["k"][n, :keys, 0], given["v"][n, :keys, 0])
+            about = f"{n} of {offsets} and {lengths}"
+            np.testing.assert_allclose(results["out"].array[first:end], out, rtol=0, atol=4e-3, err_msg=about)
+            np.testing.assert_allclose(results["lse"].array[:, first:end], lse, rtol=0, atol=4e-3, err_msg=about)
+        assert not results["out"].array[bounds[-1] :].any() and np.isneginf(results["lse"].array[:, bounds[-1] :]).all()
+
+
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A sequence whose heads share K and V, under a causal mask."""
     scores = np.einsum("ihd,jd->hij", q.astype("f8"), k.astype("f8")) / np.sqrt(q.shape[-1])
