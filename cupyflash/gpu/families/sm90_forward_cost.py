@@ -100,6 +100,15 @@ def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> boo
     return pack > 1 or few
 
 
+def even(problem: AttentionProblem, likely: AttentionProblem) -> bool:
+    """Whether packed sequences are about as long as each other, and so each as `likely` says: of a hint it is known, else
+    rows that are shared out evenly say so."""
+    rows_q, batch = problem.rows_q, problem.batch
+    if rows_q is None:
+        return False
+    return rows_q % max(1, batch) == 0 if problem.max_seqlen_q is None else 2 * likely.batch > batch
+
+
 def by_seconds(problem: AttentionProblem, arch: Arch) -> tuple[tuple[ForwardTile, int], ...]:
     """Tiles, and of how many heads that share K and V each has rows, the fastest first; () of few queries, and of long
     sequences, whose tiles are alike."""
