@@ -35,3 +35,14 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
             : "memory");
     } while (!over);
 }
+
+// Whether it is. Who is told so still waits, before it reads.
+__device__ inline bool mbarrier_test(unsigned barrier, unsigned parity) {
+    unsigned over;
+    asm volatile(
+        "{ .reg .pred over; mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return over != 0;
+}

@@ -476,11 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     extern __shared__ __align__(1024) char memory[];
     Shared s(shared_address(memory));
     if (threadIdx.x == 0) {
-        s.for_parts([&](int) { s.q.init(); });
-        s.k.init();
-        s.v.init();
-        if (PAIR_ARRAYS) s.pairs.init();
-        mbarrier_init_fence();
+        s.init();
         tma_prefetch(maps.q);
         tma_prefetch(maps.k);
         tma_prefetch(maps.v);
@@ -491,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     if (warpgroup == -1) {
         shrink_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x < LOADERS) load(p, maps, s);
+        produce(p, maps, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
         Consumer(p, maps, s, warpgroup).run();

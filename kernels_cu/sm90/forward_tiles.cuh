@@ -49,6 +49,10 @@ constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES && V_PARTS == 1;
 constexpr bool TELL_LENGTHS = (TELL || BY_LENGTH) && RAGGED;  // which it has looked up
 
+// Whether a thread beside the producer (the scheduler) takes tiles: to search the offsets of packed sequences, and to
+// pass over places of no tile, takes as long as a key tile or two.
+constexpr bool SCHEDULED = TELL && PACKED_Q;
+
 using QTile = SwizzledTile<ROWS, DIM>;
 using KTile = SwizzledTile<KEYS, DIM>;
 using OTile = SwizzledTile<ROWS, DIM_V, Out>;
@@ -94,6 +98,7 @@ struct Shared {
     using QRing = Ring<Q_STAGES, CONSUMER_WARPS / Q_PARTS>;
     using KVRing = Ring<STAGES, CONSUMER_WARPS>;
     using PairRing = Ring<PAIR_STAGES, CONSUMER_WARPS>;
+    using NextRing = Ring<1, 1>;  // from the scheduler to the producer, which says when it wants the next tile
 
     // Offsets.
     static constexpr int K_TILES = Q_STAGES * Q_BYTES;
@@ -106,18 +111,36 @@ struct Shared {
     static constexpr int V_RING = K_RING + KVRing::BYTES;
     static constexpr int PAIR_RING = V_RING + KVRing::BYTES;
     static constexpr int NOTES = PAIR_RING + (PAIR_ARRAYS ? PairRing::BYTES : 0);
-    static constexpr int NOTES_BYTES = 16 * Q_STAGES * Q_PARTS;  // and as many for lengths
-    static constexpr int END = NOTES + (1 + TELL_LENGTHS) * NOTES_BYTES;
+    static constexpr int NOTE_BYTES = TELL_LENGTHS ? 32 : 16;
+    static constexpr int NEXT_NOTE = NOTES + NOTE_BYTES * Q_STAGES * Q_PARTS;
+    static constexpr int NEXT_RING = NEXT_NOTE + SCHEDULED * NOTE_BYTES;
+    static constexpr int END = NEXT_RING + SCHEDULED * NextRing::BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
 
     unsigned base;
     QRing q;
     KVRing k, v;
     PairRing pairs;
+    NextRing next;
     KeyPlace places;  // of who loads
 
     __device__ Shared(unsigned base)
-        : base(base), q(base + Q_RING), k(base + K_RING), v(base + V_RING), pairs(base + PAIR_RING) {}
+        : base(base),
+          q(base + Q_RING),
+          k(base + K_RING),
+          v(base + V_RING),
+          pairs(base + PAIR_RING),
+          next(base + NEXT_RING) {}
+
+    // All barriers, by one thread.
+    __device__ void init() {
+        for_parts([&](int) { q.init(); });
+        k.init();
+        v.init();
+        if (PAIR_ARRAYS) pairs.init();
+        if (SCHEDULED) next.init();
+        mbarrier_init_fence();
+    }
 
     __device__ QTile q_tile() const { return {base + q.stage * Q_BYTES}; }
     __device__ KTile k_tile() const { return {base + K_TILES + k.stage * K_BYTES}; }
@@ -130,9 +153,11 @@ struct Shared {
     __device__ OTile o_tile() const { return {base + O_TILE}; }
     __device__ Strip o_strip() const { return {base + O_TILE + (threadIdx.x / 32 - 4) * Strip::BYTES}; }
     __device__ unsigned sums() const { return base + O_TILE; }
-    // What the stage of Q tells of its tile; as far from the first note as its ring is from the first ring (of one
+    // What the stage of Q tells of its tile; as many notes from the first as its ring is from the first ring (of one
     // stage, else there is one).
-    __device__ unsigned note() const { return q.barriers - Q_RING + NOTES + 16 * q.stage; }
+    __device__ unsigned note() const {
+        return base + NOTES + NOTE_BYTES / 16 * (q.barriers - base - Q_RING) + NOTE_BYTES * q.stage;
+    }
 
     // To the ring of a warpgroup's rows of Q, where each has its own; all are at the same place in them.
     __device__ void of_part(int part) { q.barriers = base + Q_RING + (OWN_Q ? part : 0) * QRing::BYTES; }
@@ -148,46 +173,56 @@ struct Shared {
     // The producer tells of a tile, or that there are no more, and the others are told: a batch of -1.
     __device__ void tell(const Params& p, const Tile& tile, int number) const {
         if constexpr (TELL) {
-            store_shared(note(), RAGGED ? tile.head.number() : tile.head.batch);
-            store_shared(note() + 4, tile.head.q);
-            store_shared(note() + 8, tile.head.k);
-            store_shared(note() + 12, tile.queries.begin);
+            store_tile(p, note(), tile);
         } else if constexpr (BY_LENGTH) {
             store_shared(note(), tile.head.number());
             store_shared(note() + 4, tile.head.q);
             store_shared(note() + 8, tile.queries.begin);
             store_shared(note() + 12, tile.share);
+            store_lengths(p, note(), tile.head);
         } else {
             store_shared(note(), number);
         }
-        if constexpr (TELL_LENGTHS) {
-            store_shared(note() + NOTES_BYTES, tile.head.first_query());
-            store_shared(note() + NOTES_BYTES + 4, tile.head.queries(p));
-            store_shared(note() + NOTES_BYTES + 8, tile.head.first_key());
-            store_shared(note() + NOTES_BYTES + 12, tile.head.keys(p));
-        }
     }
-    __device__ Head told_head(const Params& p, int n, int q, int k) const {
+    // TELL: a note, and what it says with what lanes of a warp have in common `settled`.
+    __device__ static void store_tile(const Params& p, unsigned note, const Tile& tile) {
+        store_shared(note, RAGGED ? tile.head.number() : tile.head.batch);
+        store_shared(note + 4, tile.head.q);
+        store_shared(note + 8, tile.head.k);
+        store_shared(note + 12, tile.queries.begin);
+        if (RAGGED) store_lengths(p, note, tile.head);
+    }
+    __device__ static void store_lengths(const Params& p, unsigned note, const Head& head) {
+        store_shared(note + 16, head.first_query());
+        store_shared(note + 20, head.queries(p));
+        store_shared(note + 24, head.first_key());
+        store_shared(note + 28, head.keys(p));
+    }
+    template <class F>
+    __device__ static bool load_tile(const Params& p, unsigned note, Tile& tile, F settled) {
+        uint4 x = load_shared_16(note);
+        Head head = told_head(p, note, settled(x.x), settled(x.y), settled(x.z), settled);
+        int row = settled(x.w);
+        if (head.batch == -1) return false;
+        tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
+        return true;
+    }
+    template <class F>
+    __device__ static Head told_head(const Params& p, unsigned note, int n, int q, int k, F settled) {
         if constexpr (!RAGGED) return Head::of(p, n, q, k);
-        uint4 x = load_shared_16(note() + NOTES_BYTES);
-        auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
-        int first_q = all(x.x), first_k = all(x.z);
-        return Head::told(p, n, q, k, {first_q, first_q + all(x.y)}, {first_k, first_k + all(x.w)});
+        uint4 x = load_shared_16(note + 16);
+        int first_q = settled(x.x), first_k = settled(x.z);
+        return Head::told(p, n, q, k, {first_q, first_q + settled(x.y)}, {first_k, first_k + settled(x.w)});
     }
     __device__ void tell_end() const { store_shared(note(), unsigned(-1)); }
     __device__ bool told(const Params& p, Tile& tile, const TileSchedule& schedule) const {
         if constexpr (TELL) {
-            uint4 x = load_shared_16(note());
-            auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
-            Head head = told_head(p, all(x.x), all(x.y), all(x.z));
-            int row = all(x.w);
-            if (head.batch == -1) return false;
-            tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}};
+            return load_tile(p, note(), tile, [](unsigned word) { return __shfl_sync(~0u, int(word), 0); });
         } else if constexpr (BY_LENGTH) {
             uint4 x = load_shared_16(note());
             auto all = [](unsigned word) { return __shfl_sync(~0u, int(word), 0); };
             int q = all(x.y), row = all(x.z);
-            Head head = told_head(p, all(x.x), q, q / group_of(p));
+            Head head = told_head(p, note(), all(x.x), q, q / group_of(p), all);
             if (head.batch == -1) return false;
             tile = {head, {row, min(head.queries(p), row + HEAD_ROWS)}, all(x.w)};
         } else {
@@ -197,7 +232,56 @@ struct Shared {
         }
         return true;
     }
+
+    // The producer: whether the scheduler has found out which tile is next, which that is, if there is one, and that the
+    // one after it is wanted.
+    __device__ bool next_is_there() const {
+        bool there = mbarrier_test(next.full(), next.parity);
+        return LOADERS > 1 ? __shfl_sync(~0u, there, 0) : there;
+    }
+    __device__ bool take_next(const Params& p, Tile& tile) const {
+        next.wait_full();
+        bool found = load_tile(p, base + NEXT_NOTE, tile, [](unsigned word) { return int(word); });
+        if (LOADERS > 1) __syncwarp();
+        return found;
+    }
+    __device__ void ask_next() {
+        if (leads()) mbarrier_arrive(next.empty());
+        next.advance();
+    }
 };
+
+// The scheduler, one thread.
+__device__ inline void schedule_tiles(const Params& p, Shared& s) {
+    TileSchedule schedule(p);
+    Tickets tickets{p.counters};
+    int total = schedule.total(), number = blockIdx.x;
+    auto take = [&] {
+        int ticket = number;
+        if (p.counters != nullptr) {
+            ticket = tickets.take(number < gridDim.x);
+            tickets.settle(ticket, total - 1);
+        }
+        number = gridDim.x + ticket;
+    };
+    while (true) {
+        Tile tile{};
+        for (; number < total; take()) {
+            tile = schedule.tile(number);
+            if (!tile.none()) break;
+        }
+        bool more = number < total;
+        if (more)
+            s.store_tile(p, s.base + s.NEXT_NOTE, tile);
+        else
+            store_shared(s.base + s.NEXT_NOTE, unsigned(-1));
+        mbarrier_arrive(s.next.full());
+        s.next.advance();
+        if (!more) break;
+        s.next.wait_empty();  // not before: blocks that had little to do so far ask first
+        take();
+    }
+}
 
 // The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A
 // template since not all kernels have maps of tangents.)
@@ -263,12 +347,13 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     Tile before, next;
     int last_before = -1;  // with NEXT_Q: the key tile of `before` whose V is still to come
     bool early = false;    // Q of the next tile is asked for
+    bool more = SCHEDULED && s.take_next(p, next);
     auto load_before = [&] {
         if (NEXT_Q && last_before >= 0) load_v(before, last_before);
     };
-    while (BY_LENGTH ? shares.has(number) : number < total) {
-        Tile tile = early ? next : BY_LENGTH ? shares.tile() : schedule.tile(number);
-        if (tile.none()) {
+    while (SCHEDULED ? more : BY_LENGTH ? shares.has(number) : number < total) {
+        Tile tile = SCHEDULED || early ? next : BY_LENGTH ? shares.tile() : schedule.tile(number);
+        if (!SCHEDULED && tile.none()) {
             int ticket = dynamic ? take(number < gridDim.x) : number;
             if (dynamic && leads()) tickets.settle(ticket, total - 1);
             number = gridDim.x + ticket;
@@ -277,36 +362,57 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         TileWalk walk = walk_of(p, tile);
         int step = walk.start();
         bool any = walk.has(step);
+        int ticket = number;
+        bool asked = !SCHEDULED && !dynamic, known = false;
+        // Late, since blocks that had little to do so far should ask first; early enough for the answer to come.
+        constexpr int LATE = SCHEDULED ? 4 : EARLY ? 3 : 2;
+        auto ask = [&] {
+            if (!asked) {
+                if constexpr (SCHEDULED)
+                    s.ask_next();
+                else
+                    ticket = take(number < gridDim.x);
+            }
+            asked = true;
+        };
+        auto look = [&](bool wait) {
+            if (!SCHEDULED || known || !(wait || s.next_is_there())) return;
+            more = s.take_next(p, next);
+            known = true;
+        };
+        if (SCHEDULED && walk.after(step) <= LATE) ask();
         if (any) load_k(tile, walk.tile(step));
         load_before();
         if (!early) load_q(tile, number);
         early = false;
         if (any) load_pairs(tile, walk.tile(step));
-        int ticket = number;
-        bool asked = !dynamic;
-        // Late, since blocks that had little to do so far should ask first; early enough for the answer to come.
-        auto ask = [&] {
-            if (!asked) ticket = take(number < gridDim.x);
-            asked = true;
-        };
         for (; walk.after(step) > 0; step = walk.next(step)) {
             load_k(tile, walk.tile(walk.next(step)));
-            if (walk.after(step) <= (EARLY ? 3 : 2)) ask();
+            if (walk.after(step) <= LATE) ask();
             load_v(tile, walk.tile(step));
             load_pairs(tile, walk.tile(walk.next(step)));
             int after = gridDim.x + ticket;
-            if (EARLY && !early && walk.after(step) <= 2 && after < total) {
+            if constexpr (SCHEDULED) {
+                if (EARLY && !early && walk.after(step) <= 2) {
+                    look(false);
+                    early = known && more;
+                    if (early) load_q(next, after);
+                }
+            } else if (EARLY && !early && walk.after(step) <= 2 && after < total) {
                 next = schedule.tile(after);
                 if (!next.none()) load_q(next, after);
                 early = !next.none();
             }
         }
         ask();
-        if (NEXT_Q)
+        look(false);
+        last_before = -1;
+        if (NEXT_Q && (known || !SCHEDULED))
             before = tile, last_before = any ? walk.tile(step) : -1;
         else if (any)
             load_v(tile, walk.tile(step));
-        if (!BY_LENGTH && dynamic && leads()) tickets.settle(ticket, total - 1);
+        look(true);
+        if (!SCHEDULED && !BY_LENGTH && dynamic && leads()) tickets.settle(ticket, total - 1);
         number = gridDim.x + ticket;
     }
     // (How many there are is known when there are no more: who took the last ticket comes here with it.)
@@ -318,4 +424,13 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         s.tell_end();
         mbarrier_arrive(s.q.full());
     });
+}
+
+// Of the first warpgroup.
+template <class Maps>
+__device__ void produce(const Params& p, const Maps& maps, Shared& s) {
+    if (threadIdx.x < LOADERS)
+        load(p, maps, s);
+    else if (SCHEDULED && threadIdx.x == 32)
+        schedule_tiles(p, s);
 }

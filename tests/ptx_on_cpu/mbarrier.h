@@ -49,3 +49,4 @@ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
     on_cpu::Mbarrier& b = on_cpu::mbarrier(barrier);
     on_cpu::wait_until("mbarrier_wait (address, parity)", [&b, parity] { return b.parity != parity; }, barrier, parity);
 }
+inline bool mbarrier_test(unsigned barrier, unsigned parity) { return on_cpu::mbarrier(barrier).parity != parity; }

@@ -40,6 +40,7 @@ SUM_KEYS = 2048
 # time.
 STAGED, STRIPS = "staged", "strips"
 STRIP_ROW = 128  # bytes
+NEXT_TILE = 48  # bytes: of packed sequences, what the scheduler hands to the producer
 # Of the block that lists the tiles of packed sequences, and of the list (kernels_cu/sm90/tile_order.cuh).
 ORDER_THREADS, ORDERED_WORDS = 1024, 8
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
@@ -123,6 +124,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
         for in_flight, (q_stages, output) in itertools.product(pair_stages(problem), places):
             pairs = PairTiles(problem, in_flight)
             size = forward_memory(t, dim, dim_v, q_stages, output, pairs, ITEMSIZE[problem.dtype], sum_keys > 0)
+            size += NEXT_TILE * (problem.rows_q is not None)
             fits = max(dim, dim_v) <= t.dim and t.banded in (None, banded) and t.scored in (None, asks)
             if fits and t.crowded in (None, too_many) and size <= room(arch, t.blocks):
                 return ForwardFit(t, q_stages, output, pairs, pack, sum_keys, size)
