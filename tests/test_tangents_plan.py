@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -43,6 +44,22 @@ def test_columns_and_tangents_without_room() -> None:
     assert of_h(64, everything).source == ONCE and of_h(128, everything).source == TWICE
     assert of_h(256, everything).family == "sm80"
     assert [of_h(dim).family for dim in (160, 192, 193)] == ["sm80", "sm80", "sm90"]
+    sides = {(256, 128): "sm90", (192, 256): "sm90", (128, 256): "sm80", (64, 256): "sm80", (200, 16): "sm80"}
+    assert {dims: of_h(dims[0], dim_v=dims[1]).family for dims in sides} == sides  # 256 of each are computed
+
+
+@pytest.mark.parametrize(
+    "dim, names, fields, why",
+    [
+        (256, (*QKV, "dout"), {}, "takes no tangent of dout in a"),
+        (256, QKV, {"given": (MASK,), "deterministic": True}, "takes no mask and deterministic=True in a"),
+        (200, QKV, {"softcap": 9.0}, "takes no softcap in a"),
+        (160, (*QKV, "dout"), {"softcap": 9.0}, "has no"),
+    ],
+)
+def test_what_wide_heads_lack_is_said(dim: int, names: tuple[str, ...], fields: dict[str, Any], why: str) -> None:
+    made = of_h(dim, names, **fields)
+    assert made.passed_over == (f"sm90 {why} backward_jvp of head dimensions {dim} and {dim}",)
 
 
 def test_a_tile_that_was_timed_is_of_two_kernels() -> None:
@@ -58,7 +75,45 @@ def test_sums_in_memory_are_of_heads_under_work(seq: int, fields: dict[str, Any]
     for dim in (64, 128, 256):
         made = of_h(dim, **shape, **fields)
         of_q = 2 * 4 * 16 * seq * dim
-        assert sum(x.nbytes for x in made.workspace) < 2.25 * of_q
+        assert taken(made) < 2.25 * of_q
+
+
+def taken(made: KernelPlan) -> int:
+    return sum(x.nbytes for x in made.workspace)
+
+
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+def test_memory_of_any_length_is_three_times_q(right: int | None) -> None:
+    """Of whole tiles of queries, and beside counters. What else a call takes is tout, as large as out: the floor is 4.
+    Sums of few heads of narrow rows, 32 or 64 columns of them, would take up to 9 times q."""
+    rows = range(8, 257, 8)
+    sides = [(16, 64), (64, 16), (33, 33), (65, 65), (64, 256), (256, 64), (16, 200), (200, 16), (168, 256), (193, 193)]
+    sources: dict[tuple[int, int], set[str]] = {}
+    for dims in [*zip(rows, rows), *sides]:
+        for seq, heads, batch in itertools.product((1024, 4096, 16384, 131072), (1, 2, 4, 8, 16, 32), (1, 4)):
+            shape = {"batch": batch, "seq_q": seq, "seq_k": seq, "heads_q": heads, "heads_k": heads, "right": right}
+            made = of_h(dims[0], dim_v=dims[1], **shape)
+            sources.setdefault(dims, set()).add(made.source)
+            counters = next((x.nbytes for x in made.workspace if x.name == "counters"), 0)
+            most = 3 if made.family == "sm90" else 4.5
+            assert taken(made) - counters <= most * 2 * batch * heads * seq * dims[0], (dims, shape, made.source)
+    assert all(sources[n, n] == {ONCE} for n in rows if n == 32 or 48 <= n <= 128 or n > 192)
+    assert sources[8, 8] == sources[16, 16] == sources[33, 33] == {ONCE, TWICE}
+
+
+def test_sums_of_fewer_heads_where_those_keep_multiprocessors_busy() -> None:
+    """At 8 columns there is room for a quarter of the heads. Between two whose sums lie in one place are two tiles of
+    keys, or more, for each of 132 multiprocessors; of short or few heads that many are not left."""
+
+    def found(heads: int, seq: int = 16384, **fields: Any) -> tuple[int, int] | None:
+        shape = {"batch": 1, "heads_q": heads, "heads_k": heads, "seq_q": seq, "seq_k": seq, "diagonal": 0}
+        made = of_h(8, **shape, **fields)
+        told = dict(made.scalars)
+        return (told["together"], told["resident"]) if made.source == ONCE else None
+
+    assert found(64) == (1, 6) and found(64, right=0) == (8, 16)  # 128 tiles of keys; (32, 64) without a bound
+    assert found(32, right=0) == (4, 8) and found(16, right=0) == (1, 4)
+    assert found(8, right=0) is found(16, 2048, right=0) is found(64, block_mask=("head",)) is None
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,11 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         dims = (problem.dim, problem.dim_v)
         fits = 0 < min(dims) <= max(dims) <= PART and sm90_backward_jvp.fit(problem, arch, None) is not None
         fits = fits or sm90_backward_jvp_once.fit(problem, arch) is not None
-        return None if fits else f"has no {of} of head dimensions {problem.dim} and {problem.dim_v}"
+        if fits:
+            return None
+        others = sm90_backward_jvp_once.untaken(problem)
+        takes = f"takes no {' and '.join(others)} in a" if others else "has no"
+        return f"{takes} {of} of head dimensions {problem.dim} and {problem.dim_v}"
     for name in PAIRWISE:
         if (x := problem.array(name)) and "key" not in x.axes and problem.seq_k > 1:
             return f"takes a {name} that differs between keys"

@@ -6,9 +6,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...passes import BACKWARD_JVP
-from ...problem import AttentionProblem
+from ...problem import ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Box, KernelPlan, Launch, Workspace, both_ways, features, key_tiles, pad, query_tiles, room
+from ..kernel_plan import (
+    Box,
+    KernelPlan,
+    Launch,
+    Workspace,
+    both_ways,
+    ceil,
+    features,
+    key_tiles,
+    pad,
+    query_tiles,
+    room,
+)
 from . import sm90_backward_cost as cost
 from .sm90_backward import FINISH, Finish
 from .sm90_backward_tiles import BackwardTile
@@ -21,7 +33,7 @@ NUMBERS = 4  # of each query: lse, delta and their tangents
 class OnceTile(BackwardTile):
     """Of the backward's; where warpgroups share out the columns (`wide`), one thread block alone does."""
 
-    least: int = 0  # for head dimensions above this
+    least: int = 0  # for head dimensions above this, as the products have them on average
 
     @property
     def clustered(self) -> bool:
@@ -30,7 +42,7 @@ class OnceTile(BackwardTile):
 
 # What may be spilled are addresses: with window, block mask, slopes, dropout and a mask of keys at once, 228 bytes.
 SPILLS = 240
-# Columns that warpgroups share out are 256, whatever the head dimension: up to 192 sm80 is faster.
+# Columns that warpgroups share out are 256 of each, whatever the head dimensions: up to 192 sm80 is faster.
 TILES = (
     OnceTile(64, 128, 2, 2, 2, dim=64),
     OnceTile(32, 128, 2, 2, 2, dim=128),
@@ -38,27 +50,67 @@ TILES = (
 )
 
 
+# Times q's bytes that sums of tdQ and numbers of queries may take: with tout, where that is computed first, 4.
+ROOM = 3
+BUSY = 2  # key tiles of every thread block between two heads whose sums lie in one place: under work, being finished
+
+
 class OnceFit(NamedTuple):
-    """A tile, what turns sums to rows, and bytes of shared memory."""
+    """A tile, what turns sums to rows, bytes of shared memory, and heads: those whose key tiles are dealt out as one,
+    and those for whose sums there is room."""
 
     tile: OnceTile
     finish: Finish
     memory: int
+    together: int
+    resident: int
 
 
 def fit(problem: AttentionProblem, arch: Arch) -> OnceFit | None:
-    """None for what it does not take: sums in the order of keys, slopes that are no constants, arrays over pairs."""
-    if problem.deterministic or problem.softcap is not None or problem.score is not None or paired(problem):
-        return None
-    dims, widest = (problem.dim, problem.dim_v), max(padded(problem))
-    for t in TILES:
-        if not (t.least < widest <= t.dim and min(dims)) or (t.wide and problem.moves("dout")):
-            continue
+    for t in () if untaken(problem) else _tiles(problem):
         for finish in FINISH:
             size = _memory(problem, t) + finish.warps * finish.stages * (512 * finish.fragments + 16)
             if size <= room(arch, 1):
-                return OnceFit(t, finish, size)
+                dealt = _dealt_out(problem, t, arch)
+                return OnceFit(t, finish, size, *dealt) if dealt else None
     return None
+
+
+def untaken(problem: AttentionProblem) -> list[str]:
+    """What it does not take, of head dimensions for which it has tiles: arrays over pairs, slopes that are no
+    constants, sums in the order of keys, and a tangent of dout where warpgroups share out the columns."""
+    tiles = _tiles(problem)
+    options = [name for name in ("softcap", "score") if getattr(problem, name) is not None]
+    in_order = ["deterministic=True"] if problem.deterministic else []
+    of_dout = ["tangent of dout"] if problem.moves("dout") and any(t.wide for t in tiles) else []
+    return paired(problem) + options + in_order + of_dout if tiles else []
+
+
+def _tiles(problem: AttentionProblem) -> list[OnceTile]:
+    """Those for its head dimensions."""
+    columns = (7 * problem.dim + 3 * problem.dim_v) / 10  # of Q and K are seven products, of V and dO three
+    none = not min(problem.dim, problem.dim_v)
+    return [t for t in TILES if not none and max(padded(problem)) <= t.dim and columns > t.least]
+
+
+def _columns(problem: AttentionProblem, t: OnceTile) -> tuple[int, int]:
+    """Of Q and K, and of V, that the kernel is compiled for: sums have as many as Q."""
+    return (t.dim, t.dim) if t.wide else padded(problem)
+
+
+def _dealt_out(problem: AttentionProblem, t: OnceTile, arch: Arch) -> tuple[int, int] | None:
+    """`together` and `resident` as of the backward, or of as many heads as there is ROOM for; None where key tiles
+    would wait for it."""
+    together, resident = cost.dealt_out(problem, t, 1, arch.sms)
+    heads, each = problem.batch * problem.heads_k, 4 * _columns(problem, t)[0]  # bytes of a query's sums
+    most = (ROOM * ITEMSIZE[problem.dtype] * problem.dim - 4 * NUMBERS) * heads // each
+    if resident <= most:
+        return together, resident
+    if problem.block_mask is not None:  # whose longest tiles, of all heads, are the first
+        return None
+    tiles = ceil(problem.seq_k, t.keys)
+    fewer = (n for n in range(together, 0, -1) if (most // n - 1) * n * tiles >= BUSY * arch.sms)
+    return next(((n, most) for n in fewer), None)
 
 
 def _memory(problem: AttentionProblem, t: OnceTile) -> int:
@@ -70,12 +122,11 @@ def _memory(problem: AttentionProblem, t: OnceTile) -> int:
 
 
 def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
-    t, finish, size = found
-    dim, dim_v = (t.dim, t.dim) if t.wide else padded(problem)
+    t, finish, size, together, resident = found
+    dim, dim_v = _columns(problem, t)
     all_keys, all_queries = key_tiles(problem, t.keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * problem.batch
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
-    together, resident = cost.dealt_out(problem, t, 1, arch.sms)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("COLUMN_PARTS", 1), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys),
         ("WARPGROUPS", t.warpgroups), ("CLUSTER", 1), ("STAGES", t.stages), ("DO_STAGES", t.do_stages),
