@@ -20,7 +20,7 @@ from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_forward_tiles as forward
 from cupyflash.gpu.families.sm90_backward_jvp import TILES as TILES_OF_H
 from cupyflash.gpu.plan import FAMILIES, plan
-from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, Pass
 from cupyflash.problem import AttentionProblem, Given
 from cupyflash.tools import autotune, explanation
 from cupyflash.tools.autotune import candidates
@@ -242,18 +242,24 @@ def test_a_tile_of_other_kernels_is_left_alone_with_a_note(
     assert tuned.stored() == tuned.Stored((backward,))
 
 
-@pytest.mark.parametrize(("family", "of"), [(family, of) for family, of in TUNED if of in autotune.TUNED])
+@pytest.mark.parametrize(("family", "of"), TUNED)
 def test_a_tile_is_of_all_kernels_that_it_was_timed_beside(
     store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, of: Pass
 ) -> None:
-    """Of wide heads the table's own is another file's."""
-    mine, folder = entry(FAMILIES[family].TILES[of].listed()[0], H200, of, family, dim=384), tmp_path / "kernels"
-    trials = [x for dim in (64, 384) for x in candidates(asked_of(of, dim), H200, of, family)]
+    """The table's own may be another file's: of wide heads, and of what has each product of H(G) u once."""
+    mine, folder = entry(FAMILIES[family].TILES[of].listed()[0], H200, of, family), tmp_path / "kernels"
+    trials = [x for dim in (64, 128 if of.moved else 384) for x in candidates(asked_of(of, dim), H200, of, family)]
+    files = {trial.plan.source for trial in trials}
+    assert len(files) == 1 + ((family, of) in {("sm90", FORWARD), ("sm90", BACKWARD_JVP)})
     tuned.replace([mine], [])
-    for n, file in enumerate({trial.plan.source for trial in trials}):
+    for n, file in enumerate(files):
         with monkeypatch.context() as changed:
             kernels_with(changed, folder / str(n), file, "int more;\n")
             assert not tuned.stored().entries, file
+    with monkeypatch.context() as changed:
+        other = next(x for x in PASSES.values() if x is not of)
+        kernels_with(changed, folder / "other", f"{family}/{other}.cu", "int more;\n")
+        assert tuned.stored().entries == (mine,)
     forget()
     assert tuned.stored().entries == (mine,)
 

@@ -11,6 +11,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from ..passes import PASSES
 from . import params, score
 from .kernel_plan import KernelPlan
 
@@ -85,9 +86,10 @@ def inlined(name: str) -> str:
 @functools.cache
 def code_digest(family: str, of: str) -> str:
     """SHA-256 over the code of the kernel files that a family has for a pass, and of what they include: comments, and
-    where a line stands, do not count."""
-    names = sorted(f"{family}/{path.name}" for path in (kernels_folder() / family).glob(f"*{of}.cu"))
-    lines = (line.partition("//")[0].split() for name in names for line in inlined(name).splitlines())
+    where a line stands, do not count. A file's name says its pass: the longest that is in it."""
+    found = sorted((kernels_folder() / family).glob("*.cu"))
+    names = [x.name for x in found if max((name for name in PASSES if name in x.stem), key=len, default="") == of]
+    lines = (line.partition("//")[0].split() for name in names for line in inlined(f"{family}/{name}").splitlines())
     return hashlib.sha256("\n".join(" ".join(x) for x in lines if x and x[0] != "#line").encode()).hexdigest()
 
 
