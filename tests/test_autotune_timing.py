@@ -19,7 +19,7 @@ from cupyflash.call import Call
 from cupyflash.gpu import device, tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
-from cupyflash.passes import BACKWARD, FORWARD, Pass
+from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, Pass
 from cupyflash.problem import complete
 from cupyflash.tools import autotune, precompile
 from cupyflash.tools.autotune import candidates
@@ -80,6 +80,27 @@ def test_one_kernel_that_spills_is_enough(
     clock.spills = {FAST}
     result = cupyflash.tune(SHAPE, dtype="float16", store=False)
     assert [trial.tile for trial in result.trials if trial.note == "spills 9999 bytes"] == [FAST]
+
+
+@pytest.mark.parametrize(
+    "of, dim, own, most", [(BACKWARD, 64, 184, 184), (BACKWARD_JVP, 64, 240, 352), (FORWARD, 384, 0, 168)], ids=str
+)
+def test_what_may_be_spilled_is_of_the_same_kernels(
+    monkeypatch: pytest.MonkeyPatch, of: Pass, dim: int, own: int, most: int
+) -> None:
+    """Where the table's own tile is of others, a row of the table says it."""
+    asked = test_autotune.asked_of(of, dim, seq_q=4096, seq_k=4096)
+    trials = list(candidates(asked, H200, of, "sm90"))
+    assert trials[0].plan.spills == own and (trials[0].plan.source == trials[1].plan.source) == (own == most)
+
+    def notes(spilled: int) -> set[str]:
+        used = {"all": SimpleNamespace(spill_stores=spilled, spill_loads=0)}
+        compiled = SimpleNamespace(resources=used, log="")
+        done = (SimpleNamespace(job=precompile.Job(asked, of, x.plan), compiled=compiled, error=None) for x in trials)
+        monkeypatch.setattr(autotune, "compile_all", lambda jobs: done)
+        return {x.note for x in autotune._compiled(asked, of, trials, lambda *_: None) if x.tile}
+
+    assert notes(most) == {""} and notes(most + 4) == {f"spills {most + 4} bytes"}
 
 
 @pytest.mark.parametrize("errors", [[np.nan, 0.0], [0.5]])

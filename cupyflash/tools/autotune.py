@@ -1,9 +1,9 @@
 """Tiles by measurement, instead of from the tables in gpu/families: what `cupyflash tune` does. Nothing tunes unasked.
 
 The tiles of a family are tried in three steps, each with fewer: those that shared memory and the warps admit (no GPU
-needed), those that compile without spilling more registers than the table's, those that give the result of another
-family, or of the CPU: the table's own tile is judged as any other. They are timed in turn; the fastest is stored in the
-user's configuration folder (`tuned`), where the next call's plan finds it.
+needed), those that compile without spilling more registers than the table's of the same kernels, those that give the
+result of another family, or of the CPU: the table's own tile is judged as any other. They are timed in turn; the
+fastest is stored in the user's configuration folder (`tuned`), where the next call's plan finds it.
 """
 
 from __future__ import annotations
@@ -201,13 +201,17 @@ def _compiled(problem: AttentionProblem, of: Pass, trials: list[Trial], progress
     """The trials, on all cores through the disk cache; those that cannot be used have a note."""
     jobs = {Job(problem, of, trial.plan): trial for trial in trials}
     noted: dict[Job, Trial] = {}
+    most: dict[str, int] = {}  # bytes that the table lets kernels spill; of others than its own tile's, what a row does
+    for trial in trials:
+        source, own = trial.plan.source, trials[0].plan
+        most[source] = own.spills if source == own.source else max(trial.plan.spills, most.get(source, 0))
     for done in compile_all(list(jobs)):
         trial = jobs[done.job]
         if done.compiled is None:
             trial = replace(trial, note=f"does not compile: {_first_error(str(done.error))}")
         else:
             spilled = max(max(r.spill_stores, r.spill_loads) for r in done.compiled.resources.values())
-            if trial.tile and spilled > trials[0].plan.spills:
+            if trial.tile and spilled > most[trial.plan.source]:
                 trial = replace(trial, note=f"spills {spilled} bytes")
             elif "serialized" in done.compiled.log:
                 trial = replace(trial, note="its products wait for each other")
