@@ -54,6 +54,8 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
     "wide-key-mask": (("float16", {"seq": (70, 140), "dims": (256, 200), "key_mask": True, "given": ("seed",)},
         {"dropout": 0.2, "scale": -0.08}), ("q", "k", "v")),
     "in-turn": (("float16", {"heads": (4, 4), "seq": (70, 140), "batch": 6}, {}), ("q", "k", "v")),
+    "in-turn-narrow": (("bfloat16", {"heads": (4, 4), "seq": (70, 140), "batch": 6, "dims": (8, 8)}, {}),
+        ("q", "k", "v")),
     "slopes": (("bfloat16", {"heads": (4, 2), "seq": (150, 143), "given": ("alibi_slopes", "sinks")},
         {"causal": True, "scale": -0.3}), INPUTS),
     "in-order": (("float16", {"heads": (4, 2), "seq": (150, 330), "batch": 1}, {"deterministic": True}), INPUTS),
@@ -63,8 +65,8 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ..
         ("q", "k", "v", "dlse")),
     "middle-72": (("float16", {"seq": (70, 140), "dims": (72, 72), "given": ("alibi_slopes",)}, {"window": (40, 30)}),
         ("q", "k", "v")),
-    "wide-k": (("bfloat16", {"seq": (40, 70), "dims": (216, 130), "batch": 1}, {}), ("k",)),
-    "wide-v": (("bfloat16", {"seq": (40, 70), "dims": (216, 130), "batch": 1}, {}), ("v",)),
+    "wide-k": (("bfloat16", {"seq": (40, 70), "dims": (240, 130), "batch": 1}, {}), ("k",)),
+    "wide-v": (("bfloat16", {"seq": (40, 70), "dims": (240, 130), "batch": 1}, {}), ("v",)),
     "k-and-dout": (("float16", {"seq": (90, 130)}, {"causal": True}), ("k", "dout")),
 }  # fmt: skip
 

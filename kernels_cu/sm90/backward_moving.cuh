@@ -6,40 +6,23 @@
 // tdX and dX go through shared memory for tdQ, of which each consumer adds to memory what its own keys do: so it waits
 // for no other one, and they take turns at the tensor cores.
 #pragma once
-#include "sm90/backward_dead_rows.cuh"
-#include "sm90/backward_dq.cuh"
+#include "sm90/key_owner.cuh"
 #include "sm90/moving_rows.cuh"
 #include "sm90/turns.cuh"
 
-struct MovingConsumer {
+struct MovingConsumer : KeyOwner {
     using Scores = Accumulator<1, ROWS / 8>;
     using OwnTile = SwizzledTile<ROWS, 64>;         // of tdX or dX
     static constexpr int BLOCKS = (DIM + 63) / 64;  // of columns
 
-    const Params& p;
-    Shared& s;
-    int warpgroup, first_key;  // of the warpgroup's keys in a tile
-    float factor;
-    Dropout dropout;
-    unsigned steps = 0, own;
-    Shared::DQRing dq_ring;
     Turns<WARPGROUPS, 5> turns;
 
     Accumulator<1, DIM / 8> tdk;
     Accumulator<1, DIM_V / 8> tdv;
 
     __device__ MovingConsumer(const Params& p, Shared& s, int warpgroup)
-        : p(p),
-          s(s),
-          warpgroup(warpgroup),
-          first_key(64 * warpgroup),
-          factor(Pairs(p, Head{}).factor()),
-          dropout(p),
-          own(column_offset()),
-          dq_ring(s.dq(warpgroup)),
-          turns{warpgroup} {}
+        : KeyOwner(p, s, warpgroup), turns{warpgroup} {}
 
-    __device__ static int warp() { return threadIdx.x / 32 % 4; }
     __device__ OwnTile own_tile(int number) const {
         return {s.ds_tile(number).base + warpgroup * OwnTile::BLOCK_BYTES};
     }

@@ -2,9 +2,8 @@
 // dV += P^T dO and dK += dS^T Q. dS goes through shared memory as well, for dQ^T = K^T dS^T, of which each consumer
 // computes its part.
 #pragma once
-#include "sm90/backward_dead_rows.cuh"
-#include "sm90/backward_dq.cuh"
 #include "sm90/backward_shares.cuh"
+#include "sm90/key_owner.cuh"
 
 // At head dimension 64 the exponentials of a tile take as long as two of its five products. So a step is taken in two
 // halves of its queries, and dV and dK of the first half start before the second is there.
@@ -16,36 +15,18 @@ static_assert(!HALF_STEPS || FIRST == SECOND);
 // delta.)
 constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 
-// What a warpgroup with 64 keys of every tile has at hand.
-struct NarrowConsumer {
-    const Params& p;
+struct NarrowConsumer : KeyOwner {
     const TensorMaps& maps;
-    Shared& s;
-    int warpgroup, first_key;  // of the warpgroup's keys in a tile
-    float factor;
-    Dropout dropout;
-    unsigned steps = 0, own;    // one number tells the place in every ring: registers are scarce here
-    Shared::DQRing dq_ring;
-    bool owed = false;          // whether the thread that adds dQ is still to be told of a part
-    bool near = true;           // whether soft caps with the keys at hand were near 0 so far: then it is asked again
+    bool owed = false;  // whether the thread that adds dQ is still to be told of a part
+    bool near = true;   // whether soft caps with the keys at hand were near 0 so far: then it is asked again
 
     Accumulator<1, BLOCK_DIM / 8> dk;
     Accumulator<1, BLOCK_DIM_V / 8> dv;
 
     __device__ NarrowConsumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
-        : p(p),
-          maps(maps),
-          s(s),
-          warpgroup(warpgroup),
-          first_key(64 * warpgroup),
-          factor(Pairs(p, Head{}).factor()),
-          dropout(p),
-          own(column_offset()),
-          dq_ring(s.dq(warpgroup)) {
+        : KeyOwner(p, s, warpgroup), maps(maps) {
         static_assert(WIDE || KEYS == 64 * WARPGROUPS && BLOCK_DIM <= 64 * WARPGROUPS);
     }
-
-    __device__ static int warp() { return threadIdx.x / 32 % 4; }
 
     __device__ void tell() {
         fence_async();
