@@ -164,6 +164,16 @@ def test_every_visible_pair_is_computed_once_and_both_ends_agree(size: int) -> N
         assert (asked == 1).all()
 
 
+def test_chunks_that_touch_are_one_call_and_one_message() -> None:
+    """The last rank's in zigzag: two calls would each begin and end with idle multiprocessors."""
+    rows = Rows.zigzag(4096, 4)
+    plans = [rounds(rows, rows, Band(4096, None, 0), r, 4, groups=1)[0] for r in range(4)]
+    assert [len(x.steps) for x in plans] == [2, 2, 2, 1]
+    (step,) = plans[3].steps
+    assert (step.rows, step.local, step.keys) == ((1536, 2560), (0, 1024), (0, 2560))
+    assert [x.rows for x in plans[3].sends] == [((1536, 2560),)] * 3
+
+
 def test_a_window_is_one_message_to_a_neighbour() -> None:
     rows = Rows.contiguous(4096, 8)
     for r in range(8):

@@ -93,12 +93,11 @@ class Rows:
         return sum(b - a for a, b in self._spans(rank))
 
     def local(self, rank: int) -> list[tuple[Span, Span]]:
-        """Each chunk of a rank that has rows, in the whole and in the rank's arrays."""
+        """Where a rank's rows lie, in the whole and in the rank's arrays: chunks that touch are one."""
         found, at = [], 0
-        for a, b in self._spans(rank):
-            if b > a:
-                found.append(((a, b), (at, at + b - a)))
-                at += b - a
+        for a, b in joined(self._spans(rank)):
+            found.append(((a, b), (at, at + b - a)))
+            at += b - a
         return found
 
     def positions(self, rank: int) -> np.ndarray:

@@ -162,8 +162,8 @@ def message(key_rows: Rows, has: Sequence[Span], source: int, target: int) -> Me
 def reach(rows: Rows, sight: Sight) -> int:
     """Of a query and a key that the calls of all ranks are about: masks may hide some of them."""
     found = 0
-    for spans in rows.chunks:
-        for a, b in spans:
+    for r in range(rows.size):
+        for (a, b), _ in rows.local(r):
             lo, hi = sight.keys((a, b))
             found += (b - a) * (hi - lo)
     return found
