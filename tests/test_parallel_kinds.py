@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from reference import fresh_rng
 torch = pytest.importorskip("torch")
 
 from cupyflash import attention, merge, parallel
-from cupyflash.parallel import Rows, asked, calls, run
+from cupyflash.parallel import Rows, asked, calls, kinds, run
 from cupyflash.parallel.groups import Alone
 from cupyflash.parallel.kinds import kind_of
 
@@ -155,6 +156,19 @@ def test_groups_of_as_many_ranks_are_not_taken_for_each_other_nor_kept(exchange:
     found = parallel.simulated(2).run(work)
     gc.collect()
     assert all(group() is None for some in found for group in some)
+
+
+def test_a_kind_that_another_thread_drops_meanwhile_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dropped(OrderedDict[Any, Any]):
+        def get(self, *x: Any) -> Any:
+            found = super().get(*x)
+            self.clear()
+            return found
+
+    x, group, rows = torch.zeros(3, 1, 8, 2, 8), Costly(Alone()), Rows.contiguous(8, 1)
+    monkeypatch.setattr(kinds, "_templates", Dropped())
+    for _ in range(2):
+        torch.testing.assert_close(parallel.attention(*x, group, rows=rows), torch.zeros(1, 8, 2, 8))
 
 
 def test_groups_that_send_otherwise_are_of_another_kind() -> None:

@@ -69,7 +69,10 @@ def recalled(
     """What `check` made of such a call, with these arrays and groups; None where it did not yet."""
     if kind is None or (template := _templates.get(kind)) is None or not all(kind in x.known for x in ranks):
         return None
-    _templates.move_to_end(kind)
+    try:
+        _templates.move_to_end(kind)
+    except KeyError:  # another thread's call dropped it
+        pass
     found, given = template.but(), iter(ranks)
     found.team, found.group = (next(given) if x is None else x for x in (found.team, found.group))
     found.arrays = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
