@@ -135,6 +135,8 @@ def both(rows: Rows, mesh: Any, rank: int) -> None:
     own = [rows.take(x.detach(), rank).requires_grad_() for x in (q, k, v)]
     found = parallel.attention(*own, mesh, rows=rows, causal=True)
     torch.testing.assert_close(found, rows.take(out, rank))
+    pair = mesh.get_group(1), mesh.get_group(0)
+    torch.testing.assert_close(parallel.attention(*own, pair, rows=rows, causal=True), found, atol=0, rtol=0)
     found.square().sum().backward()
     for x, y in zip(own, (q, k, v)):
         torch.testing.assert_close(x.grad, rows.take(y.grad, rank))

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from .. import attention, attention_backward, block_mask, parallel
-from ..parallel import Rows
+from ..parallel import Rows, torch_group
 from ..parallel.asked import usual_of_two
-from ..parallel.torch_group import TorchGroup
 from . import parallel_page
 from . import parallel_peers as others
 from .parallel_world import Call, World
@@ -140,7 +139,7 @@ class Ours:
 
     def usual(self, of: str) -> str:
         """The exchange of a call that names none."""
-        h, group = self.h, TorchGroup(torch.distributed.group.WORLD)
+        h, group = self.h, torch_group.of(torch.distributed.group.WORLD)
         operands = {"q": h.q, "k": h.k, "v": h.v} | ({"dout": h.dout} if of == "backward" else {})
         return usual_of_two(group, operands, {"rows": self.of.rows, "key_rows": None, "groups": None}, self.of.options)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from ..parallel.torch_group import TorchGroup
+from ..parallel import torch_group
 from ..tools.timing import reason
 
 # By whom a process may have been started: its rank, their number, its number on its host.
@@ -64,7 +64,7 @@ class World:
     def window(self) -> Any:
         """Through which ranks write keys into each other's memory, once a call of ours was made; None where they
         cannot."""
-        return TorchGroup(distributed.group.WORLD).window
+        return torch_group.of(distributed.group.WORLD).window
 
     def say(self, text: str) -> None:
         if self.rank == 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from .arrays import library
 from .groups import Group
 
 
@@ -14,15 +16,15 @@ def of(group: Any) -> Group:
     if all(hasattr(group, name) for name in ("rank", "size", "exchange", "all_gather", "eager")):
         found: Group = group
         return found
-    if type(group).__module__.partition(".")[0] == "mpi4py":
+    kind = library(group)
+    if kind == "mpi4py":
         from .mpi import MpiGroup
 
         return MpiGroup(group)
-    if type(group).__module__.partition(".")[0] == "torch":
-        from .torch_group import TorchGroup
-
-        return TorchGroup(group)
-    if type(group).__module__.partition(".")[0] in ("cupy", "cupyx", "cupy_backends"):
+    if kind == "torch":
+        ranks: Group = _torch().of(group)
+        return ranks
+    if kind in ("cupy", "cupyx", "cupy_backends"):
         from .nccl import NcclGroup
 
         return NcclGroup(group)
@@ -36,10 +38,15 @@ def of(group: Any) -> Group:
     )
 
 
-def named(group: Any, library: str | None = None) -> Any:
+def named(group: Any, kind: str | None = None) -> Any:
     """Of PyTorch, what a mesh or None (for tensors: the default group) stands for; else the group as it is."""
-    if (group is None and library == "torch") or type(group).__module__.partition(".")[0] == "torch":
-        from .torch_group import groups
-
-        return groups(group)
+    if (group is None and kind == "torch") or library(group) == "torch":
+        return _torch().groups(group)
     return group
+
+
+@functools.cache  # an import statement costs 1 us in every call
+def _torch() -> Any:
+    from . import torch_group
+
+    return torch_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +23,27 @@ class Place(NamedTuple):
 
 def library(x: Any) -> str:
     """ "numpy", "torch", "cupy", ...: whose array it is."""
-    return "numpy" if isinstance(x, np.ndarray) else type(x).__module__.partition(".")[0]
+    of: Any = type(x)
+    return _library(of)
+
+
+@functools.cache
+def _library(of: Any) -> str:
+    return "numpy" if issubclass(of, np.ndarray) else str(of.__module__).partition(".")[0]
 
 
 def empty(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
     """Room of the library, the device and (unless another is named) the dtype of `like`."""
     kind = library(like)
     if kind == "torch":
-        return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(namespace(kind), dtype))
+        return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=_dtype(dtype))
     return namespace(kind).empty(shape, like.dtype if dtype is None else dtype)
+
+
+@functools.cache
+def _dtype(name: str) -> Any:
+    """PyTorch's."""
+    return getattr(namespace("torch"), name)
 
 
 def taken(x: Any, place: Place | None) -> Any:
@@ -59,7 +72,12 @@ def zeros(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
 
 def wide(x: Any) -> str | None:
     """What sums of such numbers are kept in; None: in their own dtype."""
-    return "float32" if str(x.dtype).removeprefix("torch.") in SIXTEEN else None
+    return _wide(x.dtype)
+
+
+@functools.cache
+def _wide(dtype: Any) -> str | None:
+    return "float32" if str(dtype).removeprefix("torch.") in SIXTEEN else None
 
 
 def beside(x: Any) -> bool:

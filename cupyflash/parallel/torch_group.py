@@ -5,72 +5,47 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from .groups import of_one_host
 
 FEW = 1 << 20  # bytes
 
 
-@dataclass
-class _Kept:
-    """Of a ProcessGroup, between calls."""
-
-    rank: int
-    size: int
-    ranks: list[int]
-    backend: str
-    eager: bool
-    known: set[Any] = field(default_factory=set)  # what its ranks compared
-    met: bool = False
-    beside: bool = True
-    window: Any = None
-
-
-_kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
-
-
 class TorchGroup:
-    """The ranks of a `ProcessGroup`."""
+    """The ranks of a `ProcessGroup`: `of` makes one for each, and keeps none of both."""
 
     def __init__(self, group: Any) -> None:
-        if (kept := _kept.get(group)) is None:
-            backend = distributed.get_backend(group)
-            _kept[group] = kept = _Kept(
-                distributed.get_rank(group), distributed.get_world_size(group),
-                distributed.get_process_group_ranks(group), backend, backend == "gloo" or not torch.cuda.is_available(),
-            )  # fmt: skip
-        self._group, self._kept, self.rank, self.size = group, kept, kept.rank, kept.size
-        self._ranks, self._backend, self.known = kept.ranks, kept.backend, kept.known
-        self.eager = kept.eager
+        self._of: weakref.ref[Any] = weakref.ref(group)
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._ranks, self._backend = distributed.get_process_group_ranks(group), distributed.get_backend(group)
+        self.eager = self._backend == "gloo" or not torch.cuda.is_available()
+        self.known: set[Any] = set()  # what its ranks compared
+        self.beside = True  # whether kernels that move data run beside those that compute: it pays to send meanwhile
+        self.window: Any = None  # what ranks of one host write through, into each other's memory, where they can
+        self._met = False
+
+    @property
+    def _group(self) -> Any:
+        return self._of()
 
     @property
     def _bound(self) -> torch.device | None:
         """The device that its communicator was made for, where it was made for one."""
         return getattr(self._group, "bound_device_id", None)
 
-    @property
-    def window(self) -> Any:
-        """What ranks of one host write keys through, into each other's memory; None where they cannot."""
-        return self._kept.window
-
-    @property
-    def beside(self) -> bool:
-        """Whether kernels that move data run beside those that compute, so that it pays to send while one computes."""
-        return self._kept.beside
-
     def meet(self) -> None:
         """Once, all ranks at the same time: what they can do."""
-        if self._kept.met or self._backend != "nccl":
+        if self._met or self._backend != "nccl":
             return
         found, window = _window(), None
-        self._kept.met, self._kept.beside = True, not of_one_host(self)
-        if self._kept.beside:
+        self._met, self.beside = True, not of_one_host(self)
+        if self.beside:
             return
         if self.all_gather(np.array([found is not None], np.uint8)).all():
             try:
@@ -78,7 +53,7 @@ class TorchGroup:
             except Exception:  # noqa: BLE001 - for any reason that a driver, a machine or a container may have
                 window = None
             if self.all_gather(np.array([window is not None], np.uint8)).all():
-                self._kept.window = window
+                self.window = window
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Works:
         out, into, late = _by_rank(sends), _by_rank(receives), []
@@ -112,6 +87,17 @@ class TorchGroup:
         parts = [torch.empty_like(own) for _ in range(self.size)]
         distributed.all_gather(parts, own, group=self._group)
         return torch.stack(parts).cpu().numpy()
+
+
+_made: weakref.WeakKeyDictionary[Any, TorchGroup] = weakref.WeakKeyDictionary()
+
+
+def of(group: Any) -> TorchGroup:
+    """That of a `ProcessGroup`."""
+    found = _made.get(group)
+    if found is None:
+        found = _made[group] = TorchGroup(group)
+    return found
 
 
 class _Works:
@@ -157,21 +143,19 @@ def _window() -> Any:
 def groups(group: Any) -> Any:
     """One of ours, or two, of a ProcessGroup, a DeviceMesh of one or two dimensions (keys, heads: heads are inside a
     host), or None, the default group."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if isinstance(group, DeviceMesh):
         if group.ndim not in (1, 2):
             raise ValueError(f"group is a mesh of {group.ndim} dimensions; it must have one, or two: (keys, heads)")
         if group.ndim == 1:
             return groups(group.get_group())
-        return TorchGroup(group.get_group(1)), TorchGroup(group.get_group(0))
+        return of(group.get_group(1)), of(group.get_group(0))
     if group is None and not distributed.is_initialized():
         raise ValueError("group is None, and there is no default group; call torch.distributed.init_process_group")
     if group is None or isinstance(group, distributed.ProcessGroup):
         found = distributed.group.WORLD if group is None else group
         if distributed.get_rank(found) < 0:
             raise ValueError("group does not hold this rank; it must")
-        return TorchGroup(found)
+        return of(found)
     return group
 
 
