@@ -12,7 +12,6 @@
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_jvp_tiles.cuh"
 #include "sm90/turns.cuh"
-#include "tile/rows.cuh"
 
 // The second result, which keys alone have.
 template <bool GIVEN>
@@ -275,16 +274,6 @@ struct Consumer {
         added();
     }
 
-    template <int COUNT>
-    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows,
-                          int columns) const {
-        bool vectors = aligned(to, strides.row, columns);
-        store_rows(x, vectors, columns, [&](int row) {
-            int i = tile.first + warp_row + row;
-            return i < rows ? to + i * strides.row : nullptr;
-        });
-    }
-
     __device__ void run() {
         mbarrier_wait(s.own_barrier(), 0);
         if constexpr (HELD >= 1) first_held.load(s.own().first(), warp_row);
@@ -303,11 +292,13 @@ struct Consumer {
         settle();
         sum.each([&](float& x, int, int) { x *= p.scale; });
         const Head& head = tile.head;
+        int row = tile.first + warp_row;
         if constexpr (OWNS_KEYS) {
-            store(sum, head.key_row(p.tdk, p.tdk_strides), p.tdk_strides, head.keys(p), p.dim);
-            store(second.x, head.key_row(p.tdv, p.tdv_strides), p.tdv_strides, head.keys(p), p.dim_v);
+            int keys = head.keys(p);
+            store_result(sum, head.key_row(p.tdk, p.tdk_strides), p.tdk_strides, row, keys, p.dim);
+            store_result(second.x, head.key_row(p.tdv, p.tdv_strides), p.tdv_strides, row, keys, p.dim_v);
         } else {
-            store(sum, head.query_row(p.tdq, p.tdq_strides), p.tdq_strides, head.queries(p), p.dim);
+            store_result(sum, head.query_row(p.tdq, p.tdq_strides), p.tdq_strides, row, head.queries(p), p.dim);
         }
     }
 };

@@ -132,15 +132,6 @@ struct MovingConsumer : KeyOwner {
         dq_ring.filled();
     }
 
-    template <int COUNT>
-    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows,
-                          int columns) const {
-        store_rows(x, aligned(to, strides.row, columns), columns, [&](int row) {
-            int i = 16 * warp() + row;
-            return i < rows ? to + i * strides.row : nullptr;
-        });
-    }
-
     __device__ void run() {
         turns.start();
         while (true) {
@@ -162,9 +153,9 @@ struct MovingConsumer : KeyOwner {
             s.v.release();
             s.v.advance();
             tdk.each([&](float& x, int, int) { x *= p.scale; });
-            int rows = keys.key_rows(p) - key;
-            store(tdk, keys.key_row(p.tdk, p.tdk_strides, key), p.tdk_strides, rows, p.dim);
-            store(tdv, keys.key_row(p.tdv, p.tdv_strides, key), p.tdv_strides, rows, p.dim_v);
+            int rows = keys.key_rows(p) - key, row = 16 * warp();
+            store_result(tdk, keys.key_row(p.tdk, p.tdk_strides, key), p.tdk_strides, row, rows, p.dim);
+            store_result(tdv, keys.key_row(p.tdv, p.tdv_strides, key), p.tdv_strides, row, rows, p.dim_v);
         }
     }
 };

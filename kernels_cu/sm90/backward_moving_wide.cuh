@@ -190,16 +190,6 @@ struct MovingWideConsumer {
         }
     }
 
-    template <int COUNT>
-    __device__ void store(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int rows,
-                          int columns) const {
-        int first = warpgroup * COLUMNS;
-        store_rows(x, aligned(to, strides.row, columns), columns - first, [&](int row) {
-            int i = 16 * warp() + row;
-            return i < rows ? to + i * strides.row + first : nullptr;
-        });
-    }
-
     __device__ void run() {
         Shared::DQRing dq_ring = s.dq(warpgroup);
         while (true) {
@@ -225,9 +215,10 @@ struct MovingWideConsumer {
             dq_ring.wait_empty();
             dq_ring.filled();  // this consumer has added all its parts
             tdk.each([&](float& x, int, int) { x *= p.scale; });
-            int rows = keys.key_rows(p) - key;
-            store(tdk, keys.key_row(p.tdk, p.tdk_strides, key), p.tdk_strides, rows, p.dim);
-            store(tdv, keys.key_row(p.tdv, p.tdv_strides, key), p.tdv_strides, rows, p.dim_v);
+            constexpr int FIRST_COLUMN = warpgroup * COLUMNS;
+            int rows = keys.key_rows(p) - key, row = 16 * warp();
+            store_result<FIRST_COLUMN>(tdk, keys.key_row(p.tdk, p.tdk_strides, key), p.tdk_strides, row, rows, p.dim);
+            store_result<FIRST_COLUMN>(tdv, keys.key_row(p.tdv, p.tdv_strides, key), p.tdv_strides, row, rows, p.dim_v);
         }
     }
 };

@@ -4,6 +4,7 @@
 #include "attention/dropout.cuh"
 #include "attention/tangents.cuh"
 #include "ptx/convert.cuh"
+#include "tile/rows.cuh"
 
 // Of each query four numbers: -lse as an exponent of 2 (of P / kept), and minus delta, tlse and tdelta, the second and
 // the last times what is kept.
@@ -79,4 +80,14 @@ __device__ inline void move_pair(float weight, float tp, float& dp, float& tdp, 
     float moved = (dropped || !(config::TV || config::TDOUT) ? 0 : tdp) + of[TDELTA];
     dp = probability * rest, tdp = probability * moved;
     if (MOVES) tdp = fma(tp, rest, tdp);
+}
+
+// A warp's rows of a result, from row `first` of `rows` on; of its columns those from FIRST_COLUMN on.
+template <int FIRST_COLUMN = 0, int COUNT>
+__device__ void store_result(const Accumulator<1, COUNT>& x, Out* to, const Strides& strides, int first, int rows,
+                             int columns) {
+    store_rows(x, aligned(to, strides.row, columns), columns - FIRST_COLUMN, [&](int row) {
+        int i = first + row;
+        return i < rows ? to + i * strides.row + FIRST_COLUMN : nullptr;
+    });
 }
