@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,9 @@ class Window:
         self.calls += 1
         self._memory.barrier.wait()
         return True
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        return make()
 
     def array(self, rank: int, offset: int, shape: tuple[int, ...], like: np.ndarray, dtype: Any = None) -> np.ndarray:
         kind = like.dtype if dtype is None else np.dtype(dtype)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,11 +59,64 @@ def taken(x: Any, place: Place | None) -> Any:
     return x
 
 
+def alone(x: Any, place: Place | None) -> Any:
+    """The same for who keeps it: of one batch entry elements that lie side by side have strides that say so, by which
+    PyTorch judges whether arrays lie alike."""
+    found = taken(x, place)
+    return found if found is x else found.reshape(found.shape)
+
+
 def place(*axes: tuple[Span, int]) -> Place | None:
     """Of an array (B, ...), as `taken` takes it: a span of each further axis, which has so many entries."""
     spans = tuple((n, span) for n, (span, count) in enumerate(axes, 1) if span != (0, count))
     slices = (slice(None), *(slice(*span) for span, _ in axes))
     return Place(spans, slices) if spans else None
+
+
+class Cuts(NamedTuple):
+    """Of an array in parts along an axis."""
+
+    axis: int
+    sizes: tuple[int, ...]  # of all of it, from its beginning
+    order: tuple[int, ...]  # which of these the parts are
+    slices: tuple[tuple[slice, ...], ...]
+
+
+def cuts(axis: int, spans: Sequence[Span], count: int) -> Cuts:
+    """Of spans that do not overlap, of so many entries."""
+    ends = sorted({0, count, *(x for span in spans for x in span)})
+    begins = {begin: n for n, begin in enumerate(ends[:-1])}
+    sizes = tuple(b - a for a, b in itertools.pairwise(ends)) or (0,)
+    whole = (slice(None),) * axis
+    return Cuts(axis, sizes, tuple(begins[a] for a, _ in spans), tuple((*whole, slice(*x)) for x in spans))
+
+
+def cut_up(x: Any, of: Cuts) -> list[Any]:
+    """The parts, views."""
+    if len(of.sizes) == 1:
+        return [x] * len(of.order)
+    if library(x) != "torch":
+        return [x[at] for at in of.slices]
+    found = x.split_with_sizes(of.sizes, of.axis)  # one call of PyTorch for all
+    return [found[n] for n in of.order]
+
+
+def join_up(target: Any, parts: Sequence[Any], of: Cuts) -> None:
+    """Write what all parts of an array are, of its dtype."""
+    if len(parts) == 1:
+        put(target, parts[0])
+    elif parts:
+        rising = [x for _, x in sorted(zip(of.order, parts), key=operator.itemgetter(0))]
+        namespace(library(target)).concatenate(rising, of.axis, out=target)
+
+
+def add_to(targets: Sequence[Any], parts: Sequence[Any]) -> None:
+    """To each array of some the one of as many others: in one launch where they lie alike."""
+    if library(targets[0]) == "torch":
+        namespace("torch")._foreach_add_(targets, parts)
+    else:
+        for x, part in zip(targets, parts):
+            x += part
 
 
 def zeros(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..gpu.copies import Copies, Piece, Side
 from ..passes import PER_QUERY
 from ..problem import contiguous
-from .arrays import Place, beside, empty, place, put_sum, strides, taken, wide
+from .arrays import Place, alone, beside, empty, place, put_sum, strides, taken, wide
 from .rows import Span
 from .steps import Round
-from .transfers import ByHeads, among, parts_of
+from .transfers import ByHeads, Here, Numbers, Sums, among, parts_of
 
 ALIGNED = 1024  # bytes at whose multiples arrays begin
 
@@ -25,92 +26,159 @@ class NearKeys:
     written by who computes, ranks fetch theirs from the other.
     """
 
-    def __init__(self, window: Any, rank: int, plan: Sequence[Round], k: Any, v: Any, grads: Any, memo: Any) -> None:
+    def __init__(
+        self, window: Any, rank: int, plan: Sequence[Round], k: Any, v: Any, grads: Any, numbers: Numbers, memo: Any
+    ) -> None:
         self._window, self._rank, self._plan, self._kv, self._grads = window, rank, plan, (k, v), grads
+        self._numbers = numbers
         key = "moves", k.shape[2], len(plan)
         if key not in memo:
-            moves = [_moves(of, rank, k, v) for of in plan]
-            memo[key] = moves, [max(x.sizes[n] for x in moves) for n in range(2)]
-        self._moves, (self._size, more) = memo[key]
-        self._sums_at = 2 * self._size, 2 * self._size + more
-        self._addresses = window.address(k), window.address(v)
-        self._given: tuple[int, tuple[Any, Any]] | None = None
-        self.may = window.begin(2 * self._size + (2 * more if grads is not None else 0))
+            memo[key] = _Moves(plan, rank, k, v, grads is not None, numbers)
+        self._moves: _Moves = memo[key]
+        self._given: int | None = None
+        self.may = window.begin(self._moves.size)
 
-    def __iter__(self) -> Iterator[tuple[Round, Any, Any]]:
-        coming = self._push(0)
-        for n, of in enumerate(self._plan):
+    def __iter__(self) -> Iterator[Here]:
+        plan = self._plan
+        self._views: list[_Views] = self._window.kept(self._moves, lambda: [self._seen(n) for n in range(len(plan))])
+        self._push(0)
+        for n, of in enumerate(plan):
             self._window.arrived()
-            here, _ = coming
-            if n + 1 < len(self._plan):
-                coming = self._push(n + 1)
+            if n + 1 < len(plan):
+                self._push(n + 1)
             self._fetch()
-            self._at = n
-            yield (of, *here)
+            self._at, views = n, self._views[n]
+            yield Here(of, views.keys, [self._numbers.arrays | x for x in views.numbers])
         if self._given is not None:
             self._window.arrived()
             self._fetch()
         self._window.end()
 
-    def room(self, k_of: Any, v_of: Any) -> tuple[Any, Any]:
+    def room(self) -> Sums:
         """Where the gradients of a round's keys are to be written, in wide numbers."""
-        return self._sums(self._rank, self._at, self._moves[self._at].shapes)
+        found = self._views[self._at].sums
+        assert found is not None
+        return found
 
-    def give(self, of: Round, sums: tuple[Any, Any]) -> None:
-        """These are the gradients of a round's keys: who holds the keys adds them to its own."""
-        self._given = self._at, sums
+    def give(self, sums: Sums) -> None:
+        """They are written: who holds the keys adds them to its own."""
+        self._given = self._at
 
-    def _sums(self, rank: int, n: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
-        begins, grads = self._moves[n].of_sums, self._grads
-        k_sum, v_sum = (
-            self._window.array(rank, self._sums_at[n % 2] + begin, shape, x, wide(x))
-            for begin, shape, x in zip(begins, shapes, grads)
-        )
-        return k_sum, v_sum
-
-    def _push(self, n: int) -> tuple[list[Any], Any]:
-        """The room of this rank's keys of a round, and what must be kept until others have theirs."""
-        window, of, begin = self._window, self._moves[n], (n % 2) * self._size
-        kept = empty((of.packed,), self._kv[0], "uint8") if of.packed else None
-        addresses = (
-            window.places[self._rank] + begin, 0 if kept is None else window.address(kept), *self._addresses,
-        )  # fmt: skip
+    def _push(self, n: int) -> None:
+        """This rank's keys of a round to who computes with them."""
+        window, of = self._window, self._moves.rounds[n]
+        self._packed = empty((of.packed,), self._kv[0], "uint8") if of.packed else None  # until these have arrived
+        own, given = window.places[self._rank], (*self._kv, *self._numbers.arrays.values())
+        addresses = own, 0 if self._packed is None else window.address(self._packed), *map(window.address, given)
         window.put(of.own, addresses)
-        window.push([(rank, begin + to, addresses[array] + at, count) for rank, to, array, at, count in of.sends])
-        rooms = [window.array(self._rank, begin + at, shape, x) for x, shape, at in zip(self._kv, of.shapes, of.begins)]
-        return rooms, kept
+        window.push([(rank, to, addresses[array] + at, count) for rank, to, array, at, count in of.sends])
 
     def _fetch(self) -> None:
         """Of the round before, whose gradients all ranks have written."""
         if self._given is None:
             return
-        (n, own), self._given = self._given, None
-        of = self._moves[n]
-        whose = {self._rank: own} | {rank: self._sums(rank, n, shapes) for rank, shapes in of.others}
-        for i, target in enumerate(self._grads):
-            for to, parts in of.added:
-                put_sum(taken(target, to), [taken(whose[rank][i], at) for rank, at in parts])
+        n, self._given = self._given, None
+        for target, added in zip(self._grads, self._views[n].added):
+            for to, parts in added:
+                put_sum(taken(target, to), parts)
+
+    def _seen(self, n: int) -> _Views:
+        array, rank, of, moves = self._window.array, self._rank, self._plan[n], self._moves.rounds[n]
+        room = [array(rank, at, shape, x) for at, shape, x in zip(moves.begins, moves.shapes, self._kv)]
+        given = self._numbers.arrays
+        numbers = [{name: array(rank, *at, given[name]) for name, at in some.items()} for some in moves.numbers]
+        keys = [[alone(x, at) for x in room] for at in of.places]
+        if self._grads is None:
+            return _Views(keys, numbers, None, [])
+        whose = {
+            r: [array(r, at, shape, x, wide(x)) for at, shape, x in zip(moves.of_sums, shapes, self._grads)]
+            for r, shapes in ((rank, moves.shapes), *moves.others)
+        }
+        sums = Sums(whose[rank], [[alone(x, at) for x in whose[rank]] for at in of.places])
+        added = [[(to, [alone(whose[r][i], at) for r, at in parts]) for to, parts in moves.added] for i in range(2)]
+        return _Views(keys, numbers, sums, added)
+
+
+class _Views(NamedTuple):
+    """Of the window, in a round."""
+
+    keys: list[list[Any]]  # K and V of each call
+    numbers: list[dict[str, Any]]  # of each call, those that do not lie side by side where they are given
+    sums: Sums | None
+    added: list[list[tuple[Place | None, list[Any]]]]  # of K and V: where a sum goes, and what it is of
+
+
+class _Moves:
+    """Of all rounds, as all calls of a kind make them. At the beginning of the window are numbers, then keys, then sums
+    of gradients: at the same bytes of each rank's."""
+
+    def __init__(self, plan: Sequence[Round], rank: int, k: Any, v: Any, backward: bool, numbers: Numbers) -> None:
+        pieces, of_numbers, first = _of_numbers(plan, numbers)
+        ends = [[_ends(of, (k, v), as_wide) for of in plan] for as_wide in (False, True)]
+        keys, sums = (max((x[2] for x in some), default=0) for some in ends)
+        self.size = first + 2 * keys + (2 * sums if backward else 0)
+        self.rounds = []
+        for n, of in enumerate(plan):
+            begins = [first + n % 2 * keys + x for x in ends[0][n][:2]]
+            of_sums = [first + 2 * keys + n % 2 * sums + x for x in ends[1][n][:2]]
+            self.rounds.append(_moves(of, rank, k, v, begins, of_sums, [] if n else pieces, of_numbers[n]))
+
+
+def _ends(of: Round, xs: Sequence[Any], as_wide: bool) -> list[int]:
+    """Where the keys of a round begin, of the rank that has most, and where they end: as they are, or in wide
+    numbers."""
+    found, heads = [0], of.heads[1] - of.heads[0]
+    for x in xs:
+        size = 4 if as_wide and wide(x) else x.itemsize
+        found.append(_after(found[-1], x.shape[0] * of.longest * heads * x.shape[3] * size))
+    return found
+
+
+def _of_numbers(plan: Sequence[Round], of: Numbers) -> tuple[list[Piece], list[list[dict[str, _Room]]], int]:
+    """What is copied for all rounds at once; where each of their calls has it; bytes of the rank that has most."""
+    pieces: list[Piece] = []
+    found: dict[Any, _Room] = {}
+    every, end = [], 0
+    for some in of.places:
+        every.append([dict[str, _Room]() for _ in some])
+        for one, at in zip(every[-1], some):
+            for n, (name, x) in enumerate(of.arrays.items()):
+                if at is None and beside(x):
+                    continue
+                spans = dict(() if at is None else at.spans)
+                if (key := (name, *spans.items())) not in found:
+                    every_axis = [spans.get(axis, (0, count)) for axis, count in enumerate(x.shape)]
+                    lengths = tuple(b - a for a, b in every_axis)
+                    source = Side(_GIVEN + 2 + n, 0, strides(x)).behind(*(a for a, _ in every_axis))
+                    pieces.append(Piece(Side(_OWN, end, _inside(lengths, x.itemsize)), source, lengths, x.itemsize))
+                    found[key], end = (end, lengths), _after(end, math.prod(lengths) * x.itemsize)
+                one[name] = found[key]
+    calls = of.calls * len({x.heads for x in plan})
+    most = sum(
+        _after(0, math.prod(x.shape[:2]) * of.longest * x.itemsize) + calls * ALIGNED for x in of.arrays.values()
+    )
+    return pieces, every, most
 
 
 # Where a sum goes, and which rows of which ranks it is.
 _Added = tuple[Place | None, tuple[tuple[int, Place | None], ...]]
 
 
-class _Moves(NamedTuple):
-    """Of a round, K and V each."""
+class _Round(NamedTuple):
+    """Of K and V each."""
 
-    shapes: tuple[tuple[int, ...], ...]  # of what this rank then has
-    begins: tuple[int, ...]  # byte at which any rank has it
-    of_sums: tuple[int, ...]  # and the sums of its gradients
+    shapes: list[tuple[int, ...]]  # of what this rank then has
+    begins: list[int]  # byte at which any rank has it
+    of_sums: list[int]  # and the sums of its gradients
     own: Copies  # of rows that this rank holds itself, to where they are computed with and to where they are sent from
     packed: int  # bytes of the latter
-    sends: tuple[tuple[int, int, int, int, int], ...]  # rank, byte there, of which array here (_ROOM, ...), byte, bytes
-    others: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]  # ranks with sums of rows held here, and their shapes
-    added: tuple[_Added, ...]  # in this order
-    sizes: tuple[int, int]  # bytes of keys, of sums, of the rank that has most
+    sends: list[tuple[int, int, int, int, int]]  # rank, byte there, of which array here (_OWN, ...), byte, bytes
+    others: list[tuple[int, list[tuple[int, ...]]]]  # ranks with sums of rows held here, and their shapes
+    added: list[_Added]  # in this order
+    numbers: list[dict[str, _Room]]  # of each call
 
 
-_ROOM, _PACKED, _GIVEN = range(3)  # where keys are computed with, rows that are not among them, K; V is behind
+_OWN, _PACKED, _GIVEN = range(3)  # this rank's window, rows that are not among its keys, K; V and numbers are behind
 
 
 def _added(of: Round, rank: int, k: Any) -> list[_Added]:
@@ -127,22 +195,26 @@ def _added(of: Round, rank: int, k: Any) -> list[_Added]:
     return found
 
 
-def _moves(of: Round, rank: int, k: Any, v: Any) -> _Moves:
+def _moves(
+    of: Round, rank: int, k: Any, v: Any, begins: list[int], of_sums: list[int], pieces: list[Piece],
+    numbers: list[dict[str, _Room]],
+) -> _Round:  # fmt: skip
+    """Copies of a round beside `pieces`, and what is sent."""
     own, heads = of.own(rank), of.heads[1] - of.heads[0]
-    pieces: list[Piece] = []
-    shapes, sends, begins, of_sums = [], [], [0], [0]
+    shapes: list[tuple[int, ...]] = []
+    sends: list[tuple[int, int, int, int, int]] = []
     packed: dict[tuple[int, Span], Side] = {}
     end = 0  # of these
     for n, x in enumerate((k, v)):
         batch, dim, size = x.shape[0], x.shape[3], x.itemsize
         row = heads * dim * size
-        room = Side(_ROOM, begins[-1], _inside((batch, of.length, heads, dim), size))
+        room = Side(_OWN, begins[n], _inside((batch, of.length, heads, dim), size))
         given = Side(_GIVEN + n, 0, strides(x)).behind(0, 0, of.heads[0])
         for held, here in own:
             lengths = batch, held[1] - held[0], heads, dim
             pieces.append(Piece(room.behind(0, here[0]), given.behind(0, held[0]), lengths, size))
         for m in of.sends:
-            there = Side(_ROOM, begins[-1], _inside((batch, m.length, heads, dim), size))
+            there = Side(_OWN, begins[n], _inside((batch, m.length, heads, dim), size))
             for held, here in zip(m.held, m.here):
                 lengths = batch, held[1] - held[0], heads, dim
                 if (place := among(own, held)) is not None:
@@ -159,12 +231,9 @@ def _moves(of: Round, rank: int, k: Any, v: Any) -> _Moves:
                     to, at = there.behind(b, here[0]).at, source.behind(b).at
                     sends.append((m.target, to, source.array, at, lengths[1] * row))
         shapes.append((batch, of.length, heads, dim))
-        begins.append(_after(begins[-1], batch * of.longest * row))
-        of_sums.append(_after(of_sums[-1], batch * of.longest * heads * dim * (4 if wide(x) else size)))
-    others = tuple((m.target, tuple((x[0], m.length, *x[2:]) for x in shapes)) for m in of.sends)
-    return _Moves(
-        tuple(shapes), tuple(begins[:2]), tuple(of_sums[:2]), Copies(pieces), end, tuple(sends), others,
-        tuple(_added(of, rank, k)), (begins[2], of_sums[2]),
+    others = [(m.target, [(x[0], m.length, *x[2:]) for x in shapes]) for m in of.sends]
+    return _Round(
+        shapes, begins, of_sums, Copies(pieces), end, sends, others, _added(of, rank, k), numbers,
     )  # fmt: skip
 
 
@@ -203,15 +272,21 @@ class NearHeads:
     def _addresses(self, xs: dict[str, Any]) -> list[int]:
         return [*self._window.places, *map(self._window.address, xs.values())]
 
-    def _own(self, xs: dict[str, Any], rooms: Sequence[_Room]) -> dict[str, Any]:
+    def _own(self, xs: dict[str, Any], rooms: list[_Room]) -> dict[str, Any]:
         array, rank = self._window.array, self._rank
-        return {name: array(rank, begin, shape, x) for (name, x), (begin, shape) in zip(xs.items(), rooms)}
+
+        def views() -> dict[str, Any]:
+            return {name: array(rank, begin, shape, x) for (name, x), (begin, shape) in zip(xs.items(), rooms)}
+
+        found: dict[str, Any] = self._window.kept((self._of, rooms is self._of.arrays), views)
+        return found
 
 
-_Room = tuple[int, tuple[int, ...]]  # byte at which any rank has its heads, and their shape
+_Room = tuple[int, tuple[int, ...]]  # byte of a window at which an array begins, and its shape
 
 
-class Handed(NamedTuple):
+@dataclass(eq=False)
+class Handed:
     """Heads that are handed over, as all calls of a kind do it."""
 
     arrays: list[_Room]

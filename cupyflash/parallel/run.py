@@ -15,12 +15,12 @@ from ..gradients import Gradients
 from ..namespaces import cast, namespace
 from ..passes import BACKWARD, FORWARD, PER_QUERY, Pass
 from ..problem import complete
-from .arrays import Place, empty, library, packed, place, put, taken, wide, zeros
+from .arrays import Cuts, Place, add_to, cut_up, cuts, empty, join_up, library, place, put, taken, wide, zeros
 from .asked import Asked, index, own_rows
 from .near import NearHeads, NearKeys, handed
 from .rows import Rows, Span, cut, joined
 from .steps import Deal, Round, Step, deal, rounds
-from .transfers import ByHeads, FromHeads, SentKeys, ToHeads, summed
+from .transfers import ByHeads, FromHeads, Numbers, SentKeys, Sums, ToHeads, summed
 
 WINDOW = 1 << 30  # bytes that arrays of a group of heads may take
 
@@ -29,12 +29,8 @@ class Turn(NamedTuple):
     """A call of a round, as all calls of a kind make it."""
 
     call: Call  # but for what it is given
-    rows: Place | None  # of queries, (B, S, H, D)
-    numbers: Place | None  # of these, (B, H, S)
-    keys: Place | None  # among those of the round
     step: Step
     heads: Span  # of queries, among all
-    first: bool  # of these heads: results are merged into those of the calls before
     places: dict[str, tuple[slice, ...]]  # of its part of each optional array
 
     def run(self, asked: Asked, arrays: Arrays, targets: Arrays) -> Any:
@@ -49,6 +45,17 @@ class Turn(NamedTuple):
             options = options | {"block_mask": asked.mask.part(self.step.local, self.step.keys, self.heads)}
         call = self.call.but(arrays=arrays, options=options, targets=targets)
         return (call.lib.recorder(call) or dispatch.run)(call)
+
+
+class Turns(NamedTuple):
+    """Those of a round."""
+
+    calls: list[Turn]
+    rows: Cuts  # of queries, (B, S, H, D), of the heads at a place
+    heads: Place | None
+    numbers: Cuts  # of those of them, (B, H, S)
+    of_numbers: Place | None
+    places: list[Place | None]  # of each call's numbers
 
 
 @dataclass
@@ -101,11 +108,11 @@ class Part:
             memo[key] = make()
         return memo[key]
 
-    def turns(self, of: Pass) -> Sequence[tuple[Round, Place | None, Sequence[Turn]]]:
-        """Of each round the place of its query heads among those that the rank has, and its calls."""
+    def turns(self, of: Pass) -> Sequence[Turns]:
+        """Of each round."""
         return self.kept(("turns", of.name), lambda: [self._turns(of, x) for x in self.rounds()])
 
-    def _turns(self, of: Pass, round_: Round) -> tuple[Round, Place | None, Sequence[Turn]]:
+    def _turns(self, of: Pass, round_: Round) -> Turns:
         asked, (q_shift, k_shift), count = self.asked, self.asked.shift, self.rows.count(self.asked.group.rank)
         heads = round_.heads[0] * self.group_of, round_.heads[1] * self.group_of
         first, of_rank = self.heads[0] * self.group_of, (heads, (self.heads[1] - self.heads[0]) * self.group_of)
@@ -125,10 +132,21 @@ class Part:
                 for name, x in asked.arrays.items()
                 if name != "sinks" or round_.first  # one score more, once
             }
-            rows, numbers = place((step.local, count), of_rank), place(of_rank, (step.local, count))
-            keys = place((step.here, round_.length))
-            found.append(Turn(call, rows, numbers, keys, step, among_all, round_.first, places))
-        return round_, place(((0, count), count), of_rank), found
+            found.append(Turn(call, step, among_all, places))
+        spans, all_rows = [x.local for x in round_.steps], ((0, count), count)
+        return Turns(
+            found, cuts(1, spans, count), place(all_rows, of_rank), cuts(2, spans, count), place(of_rank, all_rows),
+            [place(of_rank, (x, count)) for x in spans],
+        )  # fmt: skip
+
+    def numbers(self, xs: dict[str, Any]) -> Numbers:
+        """Those of `xs`, as calls of a backward take them."""
+        ranks = range(self.rows.size)
+        longest, calls = self.kept(
+            "longest", lambda: (max(map(self.rows.count, ranks)), max(len(self.rows.local(r)) for r in ranks))
+        )
+        places = [x.places for x in self.turns(BACKWARD)]
+        return Numbers({name: x for name, x in xs.items() if name in PER_QUERY}, places, longest, calls)
 
     def deals(self) -> tuple[Deal, Deal]:
         """Of the rows of queries and of keys."""
@@ -231,15 +249,19 @@ def _rooms(moved: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
 def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
     q, merging = xs["q"], part.asked.stretches > 1
     sums = empty(tuple(out.shape), out, wide(out)) if merging else out
-    for (_, k_of, v_of), (_, _, turns) in zip(_keys(part, xs["k"], xs["v"]), part.turns(FORWARD)):
-        for turn in turns:
-            target, norm = taken(sums, turn.rows), taken(lse, turn.numbers)
-            arrays = {"q": taken(q, turn.rows), "k": taken(k_of, turn.keys), "v": taken(v_of, turn.keys)}
-            if turn.first:
-                put(norm, turn.run(part.asked, arrays, {"out": target})[1])
-            else:
-                more = turn.run(part.asked, arrays, {"out": empty(tuple(target.shape), target)})
-                merge([target, more[0]], [norm, more[1]], out=(target, norm))
+    every = part.turns(FORWARD)
+    for (of, keys, _), turns in zip(_keys(part, xs["k"], xs["v"], None, Numbers({}, [[]] * len(every))), every):
+        targets, norm = cut_up(taken(sums, turns.heads), turns.rows), taken(lse, turns.of_numbers)
+        arrays = [
+            {"q": x, "k": k, "v": v} for x, (k, v) in zip(cut_up(taken(q, turns.heads), turns.rows), keys)
+        ]  # fmt: skip
+        if of.first:
+            runs = zip(turns.calls, arrays, targets)
+            join_up(norm, [turn.run(part.asked, x, {"out": target})[1] for turn, x, target in runs], turns.numbers)
+            continue
+        for turn, x, target, so_far in zip(turns.calls, arrays, targets, cut_up(norm, turns.numbers)):
+            more = turn.run(part.asked, x, {"out": empty(tuple(target.shape), target)})
+            merge([target, more[0]], [so_far, more[1]], out=(target, so_far))
     if merging:
         put(out, sums)
 
@@ -286,27 +308,24 @@ def _backward(
     if part.kept("unseen", lambda: _unseen(part, dk.shape[1])):
         dk[...] = 0
         dv[...] = 0
-    keys_of = _keys(part, xs["k"], xs["v"], (dk, dv))
-    for (of, k_of, v_of), (_, heads, turns) in zip(keys_of, plan):
+    keys_of = _keys(part, xs["k"], xs["v"], (dk, dv), part.numbers(xs))
+    for (of, keys, numbers), turns in zip(keys_of, plan):
         whole = len(plan) == 1 and _alone(part, of, dk.shape[1])  # nothing is added to anything
         if whole or once:
-            sums = taken(dq, heads)
+            sums = taken(dq, turns.heads)
         elif of.first:
-            sums = empty(tuple(taken(dq, heads).shape), dq, wide(dq))
-        own = (dk, dv) if whole else keys_of.room(k_of, v_of)
-        written = _Written(own)
-        for turn in turns:
-            here = turn.step.here
-            arrays = {
-                name: taken(x, turn.rows) if name not in PER_QUERY else packed(taken(x, turn.numbers))
-                for name, x in xs.items() if name not in ("k", "v")
-            } | {"k": taken(k_of, turn.keys), "v": taken(v_of, turn.keys)}  # fmt: skip
-            of_q = sums[:, slice(*turn.step.local)]
-            into = (of_q if of.first else empty(tuple(of_q.shape), sums), *written.room(here))
+            sums = empty(tuple(taken(dq, turns.heads).shape), dq, wide(dq))
+        own = Sums((dk, dv), [(dk, dv)]) if whole else keys_of.room()
+        written, of_rows = _Written(own), [x for x in ("q", "dout", "out") if x in xs]
+        cut = zip(*(cut_up(taken(xs[name], turns.heads), turns.rows) for name in of_rows))
+        every = zip(turns.calls, cut, keys, numbers, cut_up(sums, turns.rows))
+        for n, (turn, some, (k, v), of_queries, of_q) in enumerate(every):
+            arrays = dict(zip(of_rows, some)) | of_queries | {"k": k, "v": v}
+            into = (of_q if of.first else empty(tuple(of_q.shape), sums), *written.room(n))
             found = turn.run(part.asked, arrays, dict(zip(Gradients._fields, into)))
             if not of.first:
                 of_q += into[0]
-            written.add(here, into[1:])
+            written.add(n, into[1:])
             for name, x in found.of_arrays.items():
                 if _of_one_call(name, like[name]):
                     _put_part(of_arrays, name, turn.places[name], x, like[name])
@@ -315,34 +334,32 @@ def _backward(
         if whole:
             continue
         if of.last and not once:
-            put(taken(dq, heads), sums)
-        keys_of.give(of, own)
+            put(taken(dq, turns.heads), sums)
+        keys_of.give(own)
 
 
 class _Written:
     """Sums of gradients of a round's keys, of which not all need be there: the first of them are written, others added
     to them."""
 
-    def __init__(self, sums: tuple[Any, Any]) -> None:
+    def __init__(self, sums: Sums) -> None:
         self._sums, self._begun = sums, False
 
-    def room(self, keys: Span) -> list[Any]:
+    def room(self, n: int) -> list[Any]:
         """Where a call is to write its part: of the sums, if it is the first and has all keys, or beside them."""
-        if not self._begun and keys == (0, self._sums[0].shape[1]):
-            return list(self._sums)
+        parts = self._sums.parts[n]
+        if not self._begun and parts[0] is self._sums.every[0]:
+            return list(parts)
         if not self._begun:
-            for x in self._sums:
+            for x in self._sums.every:
                 x[...] = 0
             self._begun = True
-        return [empty((x.shape[0], keys[1] - keys[0], *x.shape[2:]), x) for x in self._sums]
+        return [empty(tuple(x.shape), x) for x in parts]
 
-    def add(self, keys: Span, parts: Sequence[Any]) -> None:
-        if not self._begun:
-            self._begun = True
-            return
-        for x, part in zip(self._sums, parts):
-            rows = x[:, slice(*keys)]
-            rows += part  # (of x[...] it would be written back, onto itself)
+    def add(self, n: int, parts: Sequence[Any]) -> None:
+        if self._begun:
+            add_to(self._sums.parts[n], parts)
+        self._begun = True
 
 
 def _alone(part: Part, of: Round, count: int) -> bool:
@@ -358,15 +375,15 @@ def _unseen(part: Part, count: int) -> bool:
     return held != ([(0, count)] if count else [])
 
 
-def _keys(part: Part, k: Any, v: Any, grads: Any = None) -> SentKeys | NearKeys:
-    """Of each round its keys, and where their gradients go."""
+def _keys(part: Part, k: Any, v: Any, grads: Any, numbers: Numbers) -> SentKeys | NearKeys:
+    """Of each round what its calls have, and where gradients of the keys go."""
     plan, group = part.rounds(), part.asked.group
     window = getattr(group, "window", None)
     if window is not None and group.size > 1 and plan:
-        near = NearKeys(window, group.rank, plan, k, v, grads, part.asked.memo)
+        near = NearKeys(window, group.rank, plan, k, v, grads, numbers, part.asked.memo)
         if near.may:
             return near
-    return SentKeys(group, plan, k, v, grads)
+    return SentKeys(group, plan, k, v, grads, numbers)
 
 
 def _of_wrt(asked: Asked) -> dict[str, Any]:

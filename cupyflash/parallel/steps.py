@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..passes import FORWARD, Pass
+from .arrays import Place, place
 from .rows import Rows, Span, common, cut, joined
 
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
@@ -127,6 +128,11 @@ class Round:
     @functools.cached_property
     def length(self) -> int:
         return sum(b - a for a, b in self.has)
+
+    @functools.cached_property
+    def places(self) -> list[Place | None]:
+        """Of each step where its keys are among these."""
+        return [place((x.here, self.length)) for x in self.steps]
 
     def own(self, rank: int) -> list[tuple[Span, Span]]:
         """Rows that the rank holds itself: in its arrays, and among the keys that it then has."""

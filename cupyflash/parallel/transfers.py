@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .arrays import beside, empty, packed, put, put_sum, wide, zeros
+from .arrays import Place, beside, empty, packed, put, put_sum, taken, wide, zeros
 from .groups import Group
 from .rows import Span
 from .steps import Deal, Round
@@ -69,33 +69,59 @@ def _room(target: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     return x, [(target, x)]
 
 
+class Numbers(NamedTuple):
+    """Of each query a number, (B, H, S), lse and dlse: each call takes those of some heads and rows, side by side."""
+
+    arrays: dict[str, Any]
+    places: Sequence[Sequence[Place | None]]  # of each round those of its calls
+    longest: int = 0  # how many rows the rank has that has most
+    calls: int = 0  # of a round, of the rank that has most
+
+
+class Here(NamedTuple):
+    """What a round's calls have, each."""
+
+    of: Round
+    keys: list[list[Any]]  # K and V
+    numbers: list[dict[str, Any]]
+
+
+class Sums(NamedTuple):
+    """Gradients of a round's keys, K's and V's: of all, and of those that each call has."""
+
+    every: Sequence[Any]
+    parts: Sequence[Sequence[Any]]
+
+
 class SentKeys:
     """K and V of each round of a call, by messages: those of the next travel while one is computed with. Where `grads`,
     dk and dv, are given, gradients of them go back to who holds the keys."""
 
-    def __init__(self, group: Group, plan: Sequence[Round], k: Any, v: Any, grads: Any) -> None:
-        self._group, self._plan, self._kv, self._grads = group, plan, (k, v), grads
+    def __init__(self, group: Group, plan: Sequence[Round], k: Any, v: Any, grads: Any, numbers: Numbers) -> None:
+        self._group, self._plan, self._kv, self._grads, self._numbers = group, plan, (k, v), grads, numbers
         self._returns: Returns | None = None
 
-    def __iter__(self) -> Iterator[tuple[Round, Any, Any]]:
-        plan = self._plan
+    def __iter__(self) -> Iterator[Here]:
+        plan, (given, places, *_) = self._plan, self._numbers
         under_way = Keys(self._group, plan[0], *self._kv) if plan else None
         for n, of in enumerate(plan):
             assert under_way is not None
             here = under_way
             under_way = Keys(self._group, plan[n + 1], *self._kv) if n + 1 < len(plan) else None
-            yield (of, *here.wait())
+            numbers = [{name: packed(taken(x, at)) for name, x in given.items()} for at in places[n]]
+            self._of, self._here = of, here.wait()
+            yield Here(of, [[taken(x, at) for x in self._here] for at in of.places], numbers)
         if self._returns is not None:
             self._returns.write(*self._grads)
 
-    def room(self, k_of: Any, v_of: Any) -> tuple[Any, Any]:
+    def room(self) -> Sums:
         """Where the gradients of a round's keys are to be written, in wide numbers."""
-        dk, dv = self._grads
-        return empty(tuple(k_of.shape), dk, wide(dk)), empty(tuple(v_of.shape), dv, wide(dv))
+        every = [empty(tuple(x.shape), like, wide(like)) for x, like in zip(self._here, self._grads)]
+        return Sums(every, [[taken(x, at) for x in every] for at in self._of.places])
 
-    def give(self, of: Round, sums: tuple[Any, Any]) -> None:
-        """These are the gradients of a round's keys: who holds the keys adds them to its own."""
-        sent = Returns(self._group, of, sums)
+    def give(self, sums: Sums) -> None:
+        """They are written: who holds the keys adds them to its own."""
+        sent = Returns(self._group, self._of, sums.every)
         if self._returns is not None:  # these travelled while the last was computed
             self._returns.write(*self._grads)
         self._returns = sent
@@ -104,7 +130,7 @@ class SentKeys:
 class Returns:
     """Gradients of a round's keys, in wide numbers, under way to who holds these."""
 
-    def __init__(self, group: Group, of: Round, grads: tuple[Any, Any]) -> None:
+    def __init__(self, group: Group, of: Round, grads: Sequence[Any]) -> None:
         self._heads, self._parts = slice(*of.heads), parts_of(of, group.rank)
         foreign = [m for m in of.receives if m.source != group.rank]
         self._sent = [(m.source, packed(x[:, slice(*at)])) for x in grads for m in foreign for at in m.here]

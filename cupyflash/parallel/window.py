@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -40,7 +40,7 @@ class Window:
     @torch.inference_mode(False)  # or whoever comes later, outside, might not write to it
     def _reserve(self, size: int) -> None:
         self._handle: Any = None
-        self._arrays: dict[Any, torch.Tensor] = {}  # they hold what was there
+        self._kept: dict[Any, Any] = {}  # they hold what was there
         self._own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
         group: Any = self._group()
         self._handle = symmetric.rendezvous(self._own, group)
@@ -68,18 +68,19 @@ class Window:
         self._handle.barrier(timeout_ms=PATIENCE)
         return True
 
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was made of its arrays under a key, as long as they are there."""
+        if key not in self._kept:
+            if len(self._kept) >= 256:
+                self._kept.clear()
+            with torch.inference_mode(False):
+                self._kept[key] = make()
+        return self._kept[key]
+
+    @torch.inference_mode(False)
     def array(self, rank: int, offset: int, shape: tuple[int, ...], like: torch.Tensor, dtype: Any = None) -> Any:
         """One in a rank's memory, of the dtype of `like` unless another is named."""
         kind = like.dtype if dtype is None else getattr(torch, dtype)
-        key = rank, offset, shape, kind
-        if key not in self._arrays:
-            if len(self._arrays) >= 256:
-                self._arrays.clear()
-            self._arrays[key] = self._made(rank, offset, shape, kind)
-        return self._arrays[key]
-
-    @torch.inference_mode(False)
-    def _made(self, rank: int, offset: int, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         if 0 in shape:
             return torch.empty(shape, dtype=kind, device=self._device)
         if rank == self._rank:
