@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from .arrays import library
@@ -13,9 +14,18 @@ def of(group: Any) -> Group:
     """The group that a caller gave; TypeError for what is none."""
     if group is None:
         raise TypeError("group is None; it must be a group: parallel.simulated, an mpi4py communicator, ...")
-    if all(hasattr(group, name) for name in ("rank", "size", "exchange", "all_gather", "eager")):
-        found: Group = group
-        return found
+    try:
+        _protocol(group)
+    except AttributeError:
+        return _adapter(group)
+    found: Group = group
+    return found
+
+
+_protocol = operator.attrgetter("rank", "size", "exchange", "all_gather", "eager")
+
+
+def _adapter(group: Any) -> Group:
     kind = library(group)
     if kind == "mpi4py":
         from .mpi import MpiGroup

@@ -208,7 +208,7 @@ def _agreed(
     agree(ranks, asked.said if asked is not None else {}, error)
     assert asked is not None
     _prepare(ranks, operands["q"])
-    keep(kind, ranks, asked)
+    keep(kind, ranks, asked, operands)
     return asked
 
 

@@ -23,16 +23,17 @@ def attention(
     """
     if torch.compiler.is_compiling():
         return _uncompiled(q, k, v, group, return_lse=return_lse, **options)
-    plan = {name: options.pop(name, None) for name in ("rows", "key_rows", "exchange", "groups", "stretches")}
-    reads = dict(options.pop("score_arrays", None) or {})
-    named = {name: options.pop(name) for name in _FOLLOWED if options.get(name) is not None}
+    if not (reads := dict(options.get("score_arrays") or {})):
+        options.pop("score_arrays", None)
+    named = [name for name in _FOLLOWED if options.get(name) is not None]
+    tensors = [q, k, v, *[options[name] for name in named], *reads.values()]
     # (What is neither True nor False all ranks are told of.)
-    how = _How(group, True if return_lse is False else return_lse, plan, options, tuple(named), tuple(reads))
-    tensors = (q, k, v, *named.values(), *reads.values())
+    with_lse = True if return_lse is False else return_lse
     if recorded([x for x in tensors if isinstance(x, torch.Tensor)]):
-        out, lse = _Attention.apply(how, *tensors)
+        given = {name: x for name, x in options.items() if name not in (*named, "score_arrays")}
+        out, lse = _Attention.apply(_How(group, with_lse, given, named, tuple(reads)), *tensors)
     else:
-        out, lse = calls.attention(q, k, v, group, return_lse=how.return_lse, **how.given(tensors[3:]))
+        out, lse = calls.attention(q, k, v, group, return_lse=with_lse, **options)
     return (out, lse) if return_lse else out
 
 
@@ -46,21 +47,13 @@ class _How:
     """What is asked, but for the tensors that autograd follows."""
 
     def __init__(
-        self,
-        ranks: Any,
-        return_lse: Any,
-        plan: dict[str, Any],
-        options: dict[str, Any],
-        named: tuple[str, ...],
-        reads: tuple[str, ...],
+        self, ranks: Any, return_lse: Any, options: dict[str, Any], named: Sequence[str], reads: Sequence[str]
     ) -> None:
-        self.ranks, self.return_lse, self.plan, self.options = ranks, return_lse, plan, options
-        self.named, self.reads = named, reads
+        self.ranks, self.return_lse, self.options, self.named, self.reads = ranks, return_lse, options, named, reads
 
     def given(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        arrays = dict(zip(self.named, tensors))
         reads = dict(zip(self.reads, tensors[len(self.named) :]))
-        return self.plan | self.options | arrays | ({"score_arrays": reads} if reads else {})
+        return self.options | dict(zip(self.named, tensors)) | ({"score_arrays": reads} if reads else {})
 
 
 class _Attention(torch.autograd.Function):

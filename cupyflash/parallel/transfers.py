@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .arrays import Place, beside, empty, packed, put, put_sum, taken, wide, zeros
-from .groups import Group
+from .groups import Done, Group, Pending
 from .rows import Span
 from .steps import Deal, Round
 
@@ -17,12 +17,16 @@ class Keys:
     """K and V of a round, under way to whose rows see them."""
 
     def __init__(self, group: Group, of: Round, k: Any, v: Any) -> None:
+        self._pending: Pending = Done()
+        self._late: list[tuple[Any, Any]] = []
+        own_heads = [x if of.heads == (0, x.shape[2]) else x[:, :, slice(*of.heads)] for x in (k, v)]
+        if group.size == 1 and k.shape[1] == of.length:
+            self._found = own_heads
+            return
         own = of.own(group.rank)
         foreign = [m for m in of.receives if m.source != group.rank]
-        heads = slice(*of.heads)
-        self._sent, receives, self._late, found = [], [], [], []
-        for x in (k, v):
-            mine = x[:, :, heads]
+        self._sent, receives, found = [], [], []
+        for x, mine in zip((k, v), own_heads):
             if own == [((0, of.length), (0, of.length))] and x.shape[1] == of.length:
                 found.append(mine)  # there is nothing else to see
             else:
@@ -36,10 +40,10 @@ class Keys:
                     room, late = _room(found[-1][:, slice(*at)])
                     receives.append((m.source, room))
                     self._late += late
-        self._found = found[0], found[1]
+        self._found = found
         self._pending = group.exchange(self._sent, receives)
 
-    def wait(self) -> tuple[Any, Any]:
+    def wait(self) -> list[Any]:
         """K and V, (B, keys of the round, heads, D)."""
         self._pending.wait()
         for target, x in self._late:
