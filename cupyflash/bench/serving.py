@@ -107,7 +107,7 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
 
 
 def _options(call: Call) -> dict[str, Any]:
-    """What `attention` is given beside the arrays; the longest lengths of packed sequences, which peers must be told."""
+    """What `attention` is given beside the arrays; of packed sequences the longest lengths, which peers must know."""
     if call.held == "packed":
         return {"max_seqlen_q": max(call.queries), "max_seqlen_k": max(call.keys)}
     return {"latent": call.latent, "scale": LATENT_SCALE} if call.latent else {}

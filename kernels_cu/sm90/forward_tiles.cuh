@@ -233,7 +233,7 @@ struct Shared {
         return true;
     }
 
-    // The producer: whether the scheduler has found out which tile is next, which that is, if there is one, and that the
+    // The producer: whether the scheduler has found the next tile, which that is (or that there is none), and that the
     // one after it is wanted.
     __device__ bool next_is_there() const {
         bool there = mbarrier_test(next.full(), next.parity);

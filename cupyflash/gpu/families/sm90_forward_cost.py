@@ -101,8 +101,8 @@ def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> boo
 
 
 def even(problem: AttentionProblem, likely: AttentionProblem) -> bool:
-    """Whether packed sequences are about as long as each other, and so each as `likely` says: of a hint it is known, else
-    rows that are shared out evenly say so."""
+    """Whether packed sequences are about as long as each other, and so each as `likely` says: a hint tells, else rows
+    that are shared out evenly."""
     rows_q, batch = problem.rows_q, problem.batch
     if rows_q is None:
         return False
