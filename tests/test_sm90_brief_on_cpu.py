@@ -52,3 +52,13 @@ def test_packed_sequences_of_one_length_take_tiles_of_dense_ones(length: int, di
         return tuple(constants[name] for name in ("WARPGROUPS", "KEYS", "BLOCKS", "PACK"))
 
     assert tile(even) == tile(hinted) == tile(dense)
+
+
+@pytest.mark.parametrize("hint", [None, 33])
+def test_keys_of_many_packed_sequences_are_not_dealt_out_for_the_longest_one(hint: int | None) -> None:
+    """A short prompt beside 125 tokens: the hint says how long the one is, not that there are few."""
+    offsets = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    asked = problem("bfloat16", batch=126, seq_q=158, seq_k=300000, heads_q=32, heads_k=8, dim=128, rows_q=158,
+        rows_k=300000, causal="bottom_right", right=0, given=offsets, max_seqlen_q=hint)  # fmt: skip
+    constants = dict(plan(asked, Arch.of("sm_90a"), FORWARD, "sm90").constants)
+    assert (constants["SHARES"], constants["ORDERED"]) == (False, True)

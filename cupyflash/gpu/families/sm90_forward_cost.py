@@ -100,6 +100,11 @@ def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> boo
     return pack > 1 or few
 
 
+def packed_tiles(problem: AttentionProblem, pack: int) -> int:
+    """Of packed queries, one tile for each sequence: so many there are at least, most likely."""
+    return min(problem.batch, problem.rows_q or 0) * problem.heads_k * ceil(problem.group, pack)
+
+
 def even(problem: AttentionProblem, likely: AttentionProblem) -> bool:
     """Whether packed sequences are about as long as each other, and so each as `likely` says: a hint tells, else rows
     that are shared out evenly."""
