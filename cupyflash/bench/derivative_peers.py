@@ -141,8 +141,28 @@ def torch_call(what: str, attend: Attend, x: Inputs) -> Callable[[], tuple[Any, 
     return {"forward": forward, "both": both, "jvp": jvp, "step": step, "double": double, "hvp": hvp}[what]
 
 
-def jax_way(what: str, x: Inputs) -> Way:
-    """The same in JAX under jit, with its standard attention; products of float32 are whole."""
+def xla(x: Inputs) -> Callable[..., Any]:
+    """JAX's standard attention, of a bias, q, k and v."""
+    import jax
+
+    def attend(bias: Any, q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=x.causal, implementation="xla")
+
+    return attend
+
+
+def ours_in_jax(x: Inputs, family: str | None) -> Callable[..., Any]:
+    """The same of ours."""
+    from ..jax import attention as attention_in_jax
+
+    def attend(bias: Any, q: Any, k: Any, v: Any) -> Any:
+        return attention_in_jax(q, k, v, bias=bias, causal=x.causal, family=family)
+
+    return attend
+
+
+def jax_way(what: str, x: Inputs, attend: Callable[..., Any]) -> Way:
+    """What JAX's users write, under jit; products of float32 are whole."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     import jax
     import torch
@@ -155,14 +175,11 @@ def jax_way(what: str, x: Inputs) -> Way:
     at, along, weights, dout = tuple(rows[:3]), tuple(rows[3:6]), tuple(rows[6:9]), rows[9]
     bias = None if x.bias is None else arrays(x.bias)[0]
 
-    def attend_biased(bias: Any, q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=x.causal, implementation="xla")
-
     def pulled(bias: Any, at: Any, dout: Any) -> Any:
-        return jax.vjp(functools.partial(attend_biased, bias), *at)[1](dout)
+        return jax.vjp(functools.partial(attend, bias), *at)[1](dout)
 
     def jvp(bias: Any, at: Any, along: Any, weights: Any, dout: Any) -> Any:
-        return jax.jvp(functools.partial(attend_biased, bias), at, along)
+        return jax.jvp(functools.partial(attend, bias), at, along)
 
     def step(bias: Any, at: Any, along: Any, weights: Any, dout: Any) -> Any:
         out, tangent = jvp(bias, at, along, weights, dout)

@@ -26,9 +26,11 @@ from .derivative_peers import (
     jax_way,
     jvp_flash,
     ours,
+    ours_in_jax,
     sdpa_math,
     three,
     torch_call,
+    xla,
 )
 from .suite import Measured, Options, Problem, relative_error, take_turns
 
@@ -169,9 +171,12 @@ def ways(problem: Problem, x: Inputs, family: str | None) -> dict[str, Callable[
     def by_torch(attend: Callable[[], Attend], what: str = what) -> Callable[[], Way]:
         return lambda: Way(Candidate(torch_call(what, attend(), x)))
 
-    found = {"ours": by_torch(lambda: ours(x, family))}
     if beside == "JAX":
-        return found | {"jax-xla": lambda: jax_way(what, x)}
+        return {
+            "ours": lambda: jax_way(what, x, ours_in_jax(x, family)),
+            "jax-xla": lambda: jax_way(what, x, xla(x)),
+        }
+    found = {"ours": by_torch(lambda: ours(x, family))}
     if beside == "Triton":
         return found | {"jvp-flash": by_torch(lambda: jvp_flash(x, what))}
     found["ours_alone"] = by_torch(lambda: ours(x, family), ALONE[what])
