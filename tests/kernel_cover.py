@@ -93,6 +93,10 @@ def moving_problems() -> Iterator[AttentionProblem]:
             yield moving(problem(dtype, dim, **FEATURES["causal"]), names)
         for names in (("bias", "dout"), ("sinks",), ("alibi_slopes", "q")):
             yield moving(problem(dtype, dim, **FEATURES["everything"]), names)
+    # What one kernel of H(G) u takes at once.
+    most = FEATURES["everything"] | {"given": KEY_MASK + SLOPES, "softcap": None, "deterministic": False}
+    for dim, names in ((64, ("q", "k", "v", "dout")), (128, ("q", "k", "v")), (256, ("q", "k", "v"))):
+        yield moving(problem("bfloat16", dim, **most), names)
 
 
 def some_problems(turn: int | None = None) -> Iterator[AttentionProblem]:
