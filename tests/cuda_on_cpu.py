@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -90,17 +91,34 @@ def _machine() -> Path:
     return header
 
 
+@functools.cache
+def _made_of() -> bytes:
+    """What a library is made of besides its source: g++, its options for this machine, and our headers."""
+    # (-###: with the instructions of this machine. The last of GXX is where our headers are, which are read.)
+    gxx = subprocess.run([*GXX[:-1], "-###", "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True, check=True)
+    headers = [TESTS / "cuda_on_cpu.h", *sorted((TESTS / "ptx_on_cpu").iterdir())]
+    return gxx.stderr + b"".join(x.read_bytes() for x in headers)
+
+
 def compile_all(*sources: str) -> list[ctypes.CDLL]:
-    """A library for each source of `as_cpp`. What is not compiled yet is compiled at the same time."""
-    commands, libraries = [], []
+    """A library for each source of `as_cpp`. What is not compiled yet is compiled at the same time.
+
+    They are kept in the folder CUPYFLASH_TEST_CACHE, if it is set, for other processes and later runs.
+    """
+    header, kept = _machine(), Path(os.environ.get("CUPYFLASH_TEST_CACHE", FOLDER))
+    kept.mkdir(parents=True, exist_ok=True)
+    commands, libraries, made = [], [], {}
     for source in sources:
-        library = FOLDER / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
+        library = kept / f"{hashlib.sha256(_made_of() + source.encode()).hexdigest()[:16]}.so"
         libraries.append(library)
-        if not library.exists():
-            text = library.with_suffix(".cpp")
+        if not (library.exists() or library in made):
+            text = FOLDER / f"{library.stem}.cpp"
             text.write_text(source)
-            commands.append([*GXX, "-include", str(_machine()), "-shared", str(text), "-o", str(library)])
+            made[library] = kept / f"{library.stem}.{os.getpid()}"  # another process may be at it too
+            commands.append([*GXX, "-include", str(header), "-shared", str(text), "-o", str(made[library])])
     _run_all(*commands)
+    for library, own in made.items():
+        own.replace(library)
     return [ctypes.CDLL(str(library)) for library in libraries]
 
 

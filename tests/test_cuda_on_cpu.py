@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import struct
+from pathlib import Path
 
+import cuda_on_cpu
 import lengths_on_cpu
 import numpy as np
 import on_cpu
@@ -180,6 +182,23 @@ def test_machine(kernel: str) -> None:
         assert found == []
     else:
         assert found and all(re.search(WRONG[kernel], x) for x in found), found
+
+
+def test_libraries_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For later runs, and until anything that they are made of changes."""
+    monkeypatch.setenv("CUPYFLASH_TEST_CACHE", str(tmp_path / "kept"))
+    cuda_on_cpu._machine()
+    compiled, compiler = [], cuda_on_cpu._run_all
+    monkeypatch.setattr(cuda_on_cpu, "_run_all", lambda *commands: compiled.extend(commands) or compiler(*commands))
+    for n, made_of in enumerate((b"", b"", b"another header")):
+        monkeypatch.setattr(cuda_on_cpu, "_made_of", lambda made_of=made_of: made_of)
+        both = compile_all(*['extern "C" int number() { return 7; }'] * 2)
+        assert [x.number() for x in both] == [7, 7] and len(compiled) == (1, 1, 2)[n]
+    assert [x.suffix for x in (tmp_path / "kept").iterdir()] == [".so", ".so"]
+    monkeypatch.undo()
+    made_of = cuda_on_cpu._made_of()
+    assert re.search(rb'"-march=(?!native)', made_of)  # libraries of another machine may not run
+    assert (cuda_on_cpu.TESTS / "ptx_on_cpu" / "mma.h").read_bytes() in made_of
 
 
 @pytest.mark.parametrize("columns", [3, 4, 5, 8])

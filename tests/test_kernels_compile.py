@@ -138,7 +138,7 @@ def test_tiles_that_may_be_tried_compile(family: str, constant: str, asked: Atte
     chosen = {dict(trial.plan.constants)[constant]: trial.plan for trial in trials}
     assert len(chosen) > 1
     for made in chosen.values():
-        compiler.compile_uncached(generate(made), made.arch)
+        compiler.compile_source(generate(made), made.arch)
 
 
 def beyond_registers(used: Resources, declared: int) -> str | None:
@@ -171,7 +171,7 @@ def compile_all(found: dict[str, KernelPlan]) -> None:
     def complaint(source: str, kernel_plan: KernelPlan) -> str | None:
         what = f"{kernel_plan.source} {kernel_plan.dtype} {dict(kernel_plan.constants)}"
         try:
-            compiled = compiler.compile_uncached(source, kernel_plan.arch)
+            compiled = compiler.compile_source(source, kernel_plan.arch)
         except compiler.CompileError as error:
             return f"{what}: {str(error)[:2000]}"
         if "serialized" in compiled.log:  # "wgmma.mma_async instructions are serialized due to ..."
