@@ -136,7 +136,8 @@ def test_keys_in_each_others_memory(name: str, size: int) -> None:
     else:
         alone = how
     out, lse = attention(*whole[1:], layout=layout, return_lse=True, **alone)
-    expected = [out, *attention_backward(*whole, out, lse, layout=layout, **alone)]
+    dlse = rng.standard_normal(lse.shape)
+    expected = [out, *attention_backward(*whole, out, lse, dlse=dlse, layout=layout, **alone)]
     memory = Memory(size)
 
     def work(plain: Any) -> Any:
@@ -145,7 +146,7 @@ def test_keys_in_each_others_memory(name: str, size: int) -> None:
             given["block_mask"] = parallel.block_mask(documents, rows, plain, block=16)
         own = [rows.take(x, group.rank, axis) for x in whole]
         some, norm = parallel.attention(*own[1:], group, return_lse=True, **given)
-        grads = parallel.attention_backward(*own, some, norm, group, **given)
+        grads = parallel.attention_backward(*own, some, norm, group, dlse=rows.take(dlse, group.rank, 2), **given)
         assert group.window.calls == calls
         return [some, *grads]
 
@@ -358,6 +359,12 @@ def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatc
             into[...] = x
             into[...] += 1
             assert into.min() == 2 and into.dtype == x.dtype
+    with torch.inference_mode():
+        part = found.kept("part", lambda: found.array(0, 1024, shape, x)[:, :2])
+    part += 1
+    assert found.kept("part", lambda: None) is part
+    found._reserve(4096)
+    assert found.kept("part", lambda: None) is None  # views of what is no more
     assert memory[1][2048:2304].view(np.float32).reshape(shape)[0, 1, 0, 0] == 2
 
 

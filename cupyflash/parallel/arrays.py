@@ -38,14 +38,11 @@ def empty(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
     """Room of the library, the device and (unless another is named) the dtype of `like`."""
     kind = library(like)
     if kind == "torch":
-        return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=_dtype(dtype))
-    return namespace(kind).empty(shape, like.dtype if dtype is None else dtype)
+        return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=getattr(functions(kind), dtype))
+    return functions(kind).empty(shape, like.dtype if dtype is None else dtype)
 
 
-@functools.cache
-def _dtype(name: str) -> Any:
-    """PyTorch's."""
-    return getattr(namespace("torch"), name)
+functions = functools.cache(namespace)  # a module that is imported again costs several us
 
 
 def taken(x: Any, place: Place | None) -> Any:
@@ -107,13 +104,13 @@ def join_up(target: Any, parts: Sequence[Any], of: Cuts) -> None:
         put(target, parts[0])
     elif parts:
         rising = [x for _, x in sorted(zip(of.order, parts), key=operator.itemgetter(0))]
-        namespace(library(target)).concatenate(rising, of.axis, out=target)
+        functions(library(target)).concatenate(rising, of.axis, out=target)
 
 
 def add_to(targets: Sequence[Any], parts: Sequence[Any]) -> None:
     """To each array of some the one of as many others: in one launch where they lie alike."""
     if library(targets[0]) == "torch":
-        namespace("torch")._foreach_add_(targets, parts)
+        functions("torch")._foreach_add_(targets, parts)
     else:
         for x, part in zip(targets, parts):
             x += part
@@ -147,7 +144,7 @@ def strides(x: Any) -> tuple[int, ...]:
 
 def packed(x: Any) -> Any:
     """x, or a copy, with its elements side by side."""
-    return x if beside(x) else x.contiguous() if library(x) == "torch" else namespace(library(x)).ascontiguousarray(x)
+    return x if beside(x) else x.contiguous() if library(x) == "torch" else functions(library(x)).ascontiguousarray(x)
 
 
 def put(target: Any, x: Any) -> None:
@@ -170,7 +167,7 @@ def put_sum(target: Any, parts: Sequence[Any]) -> None:
     for x in parts[1:-1]:
         total = total + x
     if library(target) == "torch":
-        namespace("torch").add(total, parts[-1], out=target)
+        functions("torch").add(total, parts[-1], out=target)
     else:
         put(target, total + parts[-1])
 
