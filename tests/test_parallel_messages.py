@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupyflash import parallel
-from cupyflash.parallel import Rows
+from cupyflash.parallel import Rows, run
 from cupyflash.parallel.simulated import RankLost
 
 SIZE = 3
@@ -206,6 +207,28 @@ def test_what_a_mask_cannot_be_made_of(given: dict[str, Any], message: str) -> N
         return parallel.block_mask(**(usual | (given if group.rank == 1 else {})), group=group)
 
     assert all(re.search(message, x) for x in errors(call))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("function", ["forward", "backward"])
+def test_what_one_rank_alone_raises_says_that_others_wait(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(asked: Any, *_: Any) -> Any:
+        if asked.rank == 1:
+            raise MemoryError("out of memory")
+        return {}
+
+    def work(group: Any) -> Any:
+        own = ROWS.take(X, group.rank)
+        if function == "forward":
+            return parallel.attention(own, own, own, group, rows=ROWS)
+        lse = np.zeros((1, own.shape[2], own.shape[1]), X.dtype)
+        return parallel.attention_backward(*[own] * 5, lse, group, rows=ROWS)
+
+    monkeypatch.setattr(run, function, ran)
+    with pytest.raises(MemoryError, match="out of memory") as found:
+        parallel.simulated(3).run(work)
+    (note,) = found.value.__notes__
+    assert note.startswith("Raised on rank 1 after all ranks had agreed on the call") and "time-out" in note
 
 
 def test_merge_names_its_own_arguments() -> None:

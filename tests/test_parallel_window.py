@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -366,6 +367,15 @@ def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatc
     found._reserve(4096)
     assert found.kept("part", lambda: None) is None  # views of what is no more
     assert memory[1][2048:2304].view(np.float32).reshape(shape)[0, 1, 0, 0] == 2
+
+
+def test_ranks_wait_as_long_as_their_group_says() -> None:
+    torch = pytest.importorskip("torch")
+    window = pytest.importorskip("cupyflash.parallel.window")
+    options = types.SimpleNamespace(_timeout=datetime.timedelta(seconds=90))
+    for found, milliseconds in ((types.SimpleNamespace(options=options), 90_000), (object(), window.PATIENCE)):
+        group = types.SimpleNamespace(_get_backend=lambda device, found=found: found)
+        assert window.patience(group, torch.device("cuda", 0)) == milliseconds
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,11 @@ def attention(
     asked = _agreed("attention", group, {"q": q, "k": k, "v": v}, plan, options, {"return_lse": return_lse})
     out = empty((*q.shape[:-1], v.shape[-1]), q)
     lse = empty(_lse_shape(q, asked), q, wide(q))
-    run.forward(asked, four(out, asked.layout), three(lse))
+    try:
+        run.forward(asked, four(out, asked.layout), three(lse))
+    except Exception as error:
+        _note(error, asked)
+        raise
     return (out, lse) if return_lse else out
 
 
@@ -128,7 +132,11 @@ def attention_backward(
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     asked = _agreed("attention_backward", group, operands, plan | {"reduce": reduce}, options, {}, wrt)
     dq, dk, dv = (empty(tuple(x.shape), x) for x in (q, k, v))
-    found = run.backward(asked, *(four(x, asked.layout) for x in (dq, dk, dv)))
+    try:
+        found = run.backward(asked, *[four(x, asked.layout) for x in (dq, dk, dv)])
+    except Exception as error:
+        _note(error, asked)
+        raise
     return Gradients(dq, dk, dv, found)
 
 
@@ -155,6 +163,15 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
         if kind is not None:
             ranks.known.add(kind)
     return api.merge(*gathered(ranks, out, lse), layout=layout)
+
+
+def _note(error: Exception, asked: Asked) -> None:
+    """Say what an error that no other rank knows of means for these."""
+    if asked.team.size * asked.group.size > 1 and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(
+            f"Raised on rank {asked.rank} after all ranks had agreed on the call: others may wait for it until the "
+            "time-out of their group."
+        )
 
 
 def _prepare(ranks: Sequence[Any], x: Any) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory as symmetric
 from ..gpu.copies import Copies
 from ..interop.torch_ import stream
 
-PATIENCE = 600_000  # milliseconds that a rank waits for others, as NCCL's own default
+PATIENCE = 600_000  # milliseconds that a rank waits for others where its group does not say it: NCCL's own default
 _ALIGNED = 1024
 
 
@@ -27,7 +27,7 @@ class Window:
     """Memory on each rank that all may read and write. Who calls says what lies where; it is the same on all ranks."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = weakref.ref(group), device
+        self._group, self._device, self._patience = weakref.ref(group), device, patience(group, device)
         self._stream, self._pushed = torch.cuda.Stream(device), False
         # Streams are raw handles, of which 0 is the current GPU's, and events are used again: PyTorch's cost the host
         # several us each time.
@@ -65,7 +65,7 @@ class Window:
         if self._last not in (None, here) and not capturing:
             with self._gpu:
                 runtime.streamWaitEvent(here, self._read.ptr)
-        self._handle.barrier(timeout_ms=PATIENCE)
+        self._handle.barrier(timeout_ms=self._patience)
         return True
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -110,7 +110,7 @@ class Window:
         if self._pushed:  # a graph may wait for no stream that is not its own
             self._wait(stream(self._ordinal), self._stream.cuda_stream, self._after)
             self._pushed = False
-        self._handle.barrier(timeout_ms=PATIENCE)
+        self._handle.barrier(timeout_ms=self._patience)
 
     def end(self) -> None:
         """After what was computed with the last that arrived."""
@@ -124,3 +124,11 @@ class Window:
         with self._gpu:
             runtime.eventRecord(event.ptr, other)
             runtime.streamWaitEvent(stream, event.ptr)
+
+
+def patience(group: Any, device: torch.device) -> int:
+    """Milliseconds that ranks of a group wait for each other: its own time-out."""
+    try:
+        return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+    except (AttributeError, RuntimeError):  # of a backend without options, or without a word about it
+        return PATIENCE
