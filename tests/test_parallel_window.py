@@ -205,6 +205,33 @@ def test_what_is_not_to_be_had_is_sent_and_nothing_counted_twice(monkeypatch: py
     np.testing.assert_allclose(rows.join([x.dk for x in found]), alone.dk, atol=1e-12)
 
 
+def test_of_a_kind_numbers_of_rows_may_lie_otherwise() -> None:
+    """Heads are handed over by messages, or in memory, where those of all rows of a head lie side by side."""
+    q, k, v, dout = (fresh_rng().standard_normal((2, 192, 4, 8)) for _ in range(4))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    expected = attention_backward(dout, q, k, v, out, lse, causal=True)
+    rows = Rows.zigzag(192, 4, multiple=16)
+    of_teams, of_keys = [Memory(2) for _ in range(2)], [Memory(2) for _ in range(2)]
+
+    def work(plain: Any) -> None:
+        team, place = divmod(plain.rank, 2)
+        pair = (
+            Near(plain.part((2 * team, 2 * team + 1)), of_teams[team]),
+            Near(plain.part((place, place + 2)), of_keys[place]),
+        )
+        for x in pair:
+            x.eager, x.known = False, set()
+        own = [rows.take(x, plain.rank) for x in (dout, q, k, v, out)]
+        for most in (0, None):
+            of_teams[team].most = most
+            found = parallel.attention_backward(*own, rows.take(lse, plain.rank, 2), pair, rows=rows, causal=True)
+            for x, y in zip(found, expected):
+                np.testing.assert_allclose(x, rows.take(y, plain.rank), atol=1e-12)
+            plain.all_gather(np.zeros(1, np.uint8))
+
+    parallel.simulated(4).run(work)
+
+
 @pytest.mark.parametrize("near", [(0, 1), (0,), (1,)])
 @pytest.mark.parametrize("fewer", [((64, 80), (80, 96)), ((64, 80), (80, 80)), ((64, 64), (64, 64))])
 def test_teams_with_more_rows_or_no_memory_hand_over_as_many_heads(

@@ -31,7 +31,8 @@ class NearKeys:
     ) -> None:
         self._window, self._rank, self._plan, self._kv, self._grads = window, rank, plan, (k, v), grads
         self._numbers = numbers
-        key = "moves", k.shape[2], len(plan)
+        # (Numbers of heads that were handed over lie as the way had it by which these came.)
+        key = "moves", k.shape[2], len(plan), *map(strides, numbers.arrays.values())
         if key not in memo:
             memo[key] = _Moves(plan, rank, k, v, grads is not None, numbers)
         self._moves: _Moves = memo[key]
