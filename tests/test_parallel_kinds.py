@@ -171,6 +171,16 @@ def test_a_kind_that_another_thread_drops_meanwhile_is_recalled(monkeypatch: pyt
         torch.testing.assert_close(parallel.attention(*x, group, rows=rows), torch.zeros(1, 8, 2, 8))
 
 
+def test_of_rows_that_one_rank_leaves_out_all_are_told() -> None:
+    x = torch.zeros(3, 1, 32, 2, 8)
+
+    def work(group: Any) -> None:
+        with pytest.raises(TypeError, match="rows is a NoneType; it must be a parallel.Rows"):
+            parallel.attention(*x, group, **({"rows": ROWS} if group.rank else {}))
+
+    parallel.simulated(2).run(work)
+
+
 def test_groups_that_send_otherwise_are_of_another_kind() -> None:
     """As many groups of heads as pay in the one need not in the other, and its ranks would not have as many."""
     x, ranks = torch.zeros(1, 8, 2, 8), [Costly(Alone()) for _ in range(3)]
