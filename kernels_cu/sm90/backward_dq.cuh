@@ -263,7 +263,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             }
             n = share.first(p) + nth;
         }
-        auto [head, tile] = numbered<QueryTiles<ROWS>>(p, n);
+        auto [head, tile] = numbered_queries(p, n);
         if (PACKED_Q && tile < 0) {  // no tile has this place, which is never added to
             if (again) cleared();
             continue;

@@ -11,7 +11,7 @@
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_jvp_prepare(const __grid_constant__ Params p, const __grid_constant__ TensorMaps) {
     HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, blockIdx.x);
-    DQCounters(p).begin(p);
+    DQCounters(p).begin(p, blockIdx.x);
     float* to = row_numbers(p, QueryTiles<ROWS>::number(p, at.head, at.number));
     for_numbers<ROWS>(p, at.head, at.number, [&](int number, int r, float x) { to[number * ROWS + r] = x; });
 }

@@ -35,7 +35,7 @@ __device__ auto* row_numbers(const Given& p, int tile) {
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     DQCounters counters(p);
-    int number = next_number(p, s), total = KeyTiles<CLUSTER_KEYS>::of_head(p) * Share::count(p);
+    int number = next_number(p, s), of_head = key_tiles_of_head(p), total = of_head * Share::count(p);
     unsigned steps = 0, tiles = 0;
     auto wait_for_key_tile = [&](const KeyTile& t) {
         if (!WHOLE_DQ) counters.wait_for_room(t.share);
@@ -46,7 +46,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
         tiles++;
     };
     while (number < total) {
-        KeyTile t = key_tile(p, number);
+        KeyTile t = key_tile(p, number, of_head);
         if (PACKED_K && t.number < 0) {  // no tile has this place
             number = next_number(p, s);
             continue;

@@ -11,6 +11,7 @@
 #include "sm90/far_sums.cuh"
 #include "sm90/pair_tiles.cuh"
 #include "sm90/tangent_maps.cuh"
+#include "sm90/tile_order.cuh"
 #include "sm90/told_lengths.cuh"
 #include "tile/ring.cuh"
 #include "tile/rows.cuh"
@@ -338,10 +339,41 @@ struct Shared {
 // Of a list those with most to do come first.
 using KeySchedule = Schedule<KeyTiles<CLUSTER_KEYS>, key_order(DETERMINISTIC || FIRST_STORES), true>;
 
-__device__ inline KeyTile key_tile(const Params& p, int number) {
+// ORDERED: key tiles of packed sequences are listed (tile_order.cuh), and behind these what has each place of query
+// tiles.
+static_assert(!ORDERED || PACKED_K && !DETERMINISTIC && !walk::LISTED);
+
+__device__ inline void list_key_tiles(const Params& p) {
+    using Tiles = KeyTiles<CLUSTER_KEYS>;
+    order_tiles<Tiles, 128, false>(p, [&](const Head& head, int tile) {
+        return Queries(p, head, head.key_tile<CLUSTER_KEYS>(p, tile)).extent();
+    });
+}
+__device__ inline int line_of_queries(const Params& p, int place) {
+    return 1 + KeyTiles<CLUSTER_KEYS>::of_head(p) + place;
+}
+__device__ inline HeadTile numbered_queries(const Params& p, int n) {
+    if constexpr (!ORDERED) return numbered<QueryTiles<ROWS>>(p, n);
+    int places = QueryTiles<ROWS>::of_head(p), q = n / places;
+    ListedTile tile = ListedTile::at(p, line_of_queries(p, n % places), q, q / group_of(p));
+    return {tile.head, tile.number};
+}
+
+// How many numbers a head has.
+__device__ inline int key_tiles_of_head(const Params& p) {
+    return ORDERED ? AllTiles::of(p).count : KeyTiles<CLUSTER_KEYS>::of_head(p);
+}
+__device__ inline KeyTile key_tile(const Params& p, int number, int tiles) {
     KeySchedule schedule(p);
+    schedule.tiles = tiles;
     TileIndex at = schedule.index(number, Share::count(p), p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
+    if constexpr (ORDERED) {
+        ListedTile tile = ListedTile::at(p, 1 + at.tile, 0, 0);
+        t.number = tile.number, t.queries = tile.visits;
+        t.lengths = ToldLengths<RAGGED>::of(p, tile.head);
+        return t;
+    }
     if constexpr (RAGGED) {
         HeadTile found = schedule.ordered(of_all_heads<KeyTiles<CLUSTER_KEYS>>(p, at.head, at.tile));
         t.lengths = ToldLengths<RAGGED>::of(p, found.head);
@@ -392,14 +424,14 @@ struct DQCounters {
         left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;
     }
 
-    // Zeros in all, by a launch with a block for each tile of queries.
-    __device__ void begin(const Params& p) const {
+    // Zeros in all, by a launch with a block for each tile of queries, which has its number.
+    __device__ void begin(const Params& p, int number) const {
         if (threadIdx.x != 0) return;
-        if (blockIdx.x == 0) p.counters[0] = *ticket = 0;
-        if (blockIdx.x < Share::count(p)) clear[blockIdx.x] = 0;
-        added[blockIdx.x] = 0;
+        if (number == 0) p.counters[0] = *ticket = 0;
+        if (number < Share::count(p)) clear[number] = 0;
+        added[number] = 0;
         int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * WARPGROUPS : 0;
-        for (int i = blockIdx.x; i < sums; i += gridDim.x) left[i] = 0;
+        for (int i = number; i < sums; i += gridDim.x) left[i] = 0;
     }
 
     // The first tile of a share's sums, less that of its queries.

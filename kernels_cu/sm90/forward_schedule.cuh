@@ -87,7 +87,7 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>
             AllTiles all = AllTiles::of(p);
             tiles = all.count;
             // Those with most keys are worked on at once; and each worker has time for LAST of them in the last round.
-            together = heads_in(CACHE, Sequence::bytes_of_kv(p, all.most_keys));
+            together = heads_in(CACHE, Sequence::bytes_of_kv(p, all.most));
             rounds = max(0, heads - tiles_in(LAST * gridDim.x, max(1, all.full))) / together;
         }
     }
@@ -106,7 +106,7 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>
         if constexpr (ORDERED) {
             TileIndex at = this->index(number);
             Heads heads = this->heads_of(at.head);
-            auto tile = OrderedTile<HEAD_ROWS>::at(p, at.tile, heads.q, heads.k);
+            auto tile = ListedTile::at(p, 1 + at.tile, heads.q, heads.k);
             return {tile.head, tile.head.template query_tile<HEAD_ROWS>(p, tile.number)};
         } else {
             return Whole::tile(number);

@@ -19,6 +19,7 @@ from ..kernel_plan import (
     features,
     key_tiles,
     pad,
+    places,
     query_tiles,
     room,
     scored,
@@ -34,7 +35,7 @@ from .sm90_backward_tiles import (
     has_all_keys,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, check_tiles, common, dots, padded, pair_stages
+from .sm90_memory import BARRIERS, FEW, ORDERED_WORDS, PairTiles, check_tiles, common, dots, padded, pair_stages
 
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
@@ -146,6 +147,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
+    # Whether key tiles are listed (those that add in turn do so in the order of their numbers).
+    ordered = problem.rows_k is not None and not problem.deterministic and problem.block_mask is None
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
         *((name, min(n, own)) for (name, n), own in zip(dots(problem), (dim, dim_v))),
@@ -156,10 +159,10 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
         ("FIRST_STORES", first_stores), ("VECTOR_RED", True),
-        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False),
+        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False), ("ORDERED", ordered),
     )  # fmt: skip
     launches = (
-        Launch("attention_backward_prepare", all_queries, 128),
+        Launch("attention_backward_prepare", all_queries + ordered, 128),
         Launch("attention_backward", cluster * min(all_keys * shares, clusters), 128 * (t.warpgroups + 1), size),
     )
     workspace = (
@@ -168,6 +171,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         Workspace("counters", "uint32", (2 + kv_heads * shares + all_queries + max(summed, first_stores),)),
         Workspace("share_sums", "float32", (summed * shares, share_sums)),
     )
+    if ordered:
+        lines = 1 + places(problem, problem.rows_k or 0, keys) + places(problem, problem.rows_q or 0, t.rows)
+        workspace += (Workspace("order", "uint32", (ORDERED_WORDS * lines,)),)
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
         *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows),

@@ -29,7 +29,19 @@ from .sm90_forward_tiles import (
     tiles_of,
     weighed,
 )
-from .sm90_memory import BARRIERS, FEW, PairTiles, check_tiles, common, dots, padded, pair_stages, paired, value_parts
+from .sm90_memory import (
+    BARRIERS,
+    FEW,
+    ORDERED_WORDS,
+    PairTiles,
+    check_tiles,
+    common,
+    dots,
+    padded,
+    pair_stages,
+    paired,
+    value_parts,
+)
 
 SHARE_SPILLS = 560  # more, with scores or dropout: addresses of a share, where tiles are tested
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile, and of the one before
@@ -41,8 +53,8 @@ SUM_KEYS = 2048
 STAGED, STRIPS = "staged", "strips"
 STRIP_ROW = 128  # bytes
 NEXT_TILE = 48  # bytes: of packed sequences, what the scheduler hands to the producer
-# Of the block that lists the tiles of packed sequences, and of the list (kernels_cu/sm90/tile_order.cuh).
-ORDER_THREADS, ORDERED_WORDS = 1024, 8
+# Of the block that lists the tiles of packed sequences (kernels_cu/sm90/tile_order.cuh).
+ORDER_THREADS = 1024
 TURNED_KEYS = 128  # of the block that turns V (kernels_cu/sm90/turned_values.cuh)
 
 

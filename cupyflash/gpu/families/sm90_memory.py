@@ -17,6 +17,7 @@ WIDEST_OF_CLUSTER = (2 * PART, 2 * PART)  # of two thread blocks, forward and ba
 SPLIT_FROM = 321  # columns: of fewer, a third or more of what its blocks compute would be padding
 FEW = 64  # queries, or keys: fewer than most tiles have
 PAIR_STAGES = (2, 1)  # tiles of mask and bias in flight: the first that there is room for
+ORDERED_WORDS = 8  # of a line of a list of tiles (kernels_cu/sm90/tile_order.cuh)
 BARRIERS = 256  # bytes for barriers, more than any ring takes
 
 
