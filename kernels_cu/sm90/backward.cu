@@ -17,13 +17,9 @@
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     int number = int(blockIdx.x) - ORDERED;
     if constexpr (ORDERED) {  // a block more, the first to start
-        if (number < 0) return list_key_tiles(p);
+        if (number < 0) return list_tiles(p);
     }
     HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, number);
-    if constexpr (ORDERED) {
-        if (threadIdx.x == 0 && number % p.heads_q == 0)
-            ListedTile{at.head, at.number, {0, 0}}.store(p, line_of_queries(p, number / p.heads_q));
-    }
     DQCounters(p).begin(p, number);
     if (config::PACKED_Q && at.none()) return;
     prepare_rows<ROWS>(p, at.head, at.number);

@@ -339,18 +339,21 @@ struct Shared {
 // Of a list those with most to do come first.
 using KeySchedule = Schedule<KeyTiles<CLUSTER_KEYS>, key_order(DETERMINISTIC || FIRST_STORES), true>;
 
-// ORDERED: key tiles of packed sequences are listed (tile_order.cuh), and behind these what has each place of query
-// tiles.
+// ORDERED: a block of the launch before has listed the key tiles of packed sequences (tile_order.cuh), and behind these
+// what has each place of query tiles.
 static_assert(!ORDERED || PACKED_K && !DETERMINISTIC && !walk::LISTED);
 
-__device__ inline void list_key_tiles(const Params& p) {
-    using Tiles = KeyTiles<CLUSTER_KEYS>;
-    order_tiles<Tiles, 128, false>(p, [&](const Head& head, int tile) {
-        return Queries(p, head, head.key_tile<CLUSTER_KEYS>(p, tile)).extent();
-    });
-}
 __device__ inline int line_of_queries(const Params& p, int place) {
     return 1 + KeyTiles<CLUSTER_KEYS>::of_head(p) + place;
+}
+__device__ inline void list_tiles(const Params& p) {
+    order_tiles<KeyTiles<CLUSTER_KEYS>, 128, false>(p, [&](const Head& head, int tile) {
+        return Queries(p, head, head.key_tile<CLUSTER_KEYS>(p, tile)).extent();
+    });
+    for (int place = threadIdx.x; place < QueryTiles<ROWS>::of_head(p); place += 128) {
+        HeadTile at = QueryTiles<ROWS>::placed(p, place, 0);
+        ListedTile{at.head, at.number, {0, 0}}.store(p, line_of_queries(p, place));
+    }
 }
 __device__ inline HeadTile numbered_queries(const Params& p, int n) {
     if constexpr (!ORDERED) return numbered<QueryTiles<ROWS>>(p, n);
