@@ -12,7 +12,8 @@ from on_cpu import Guarded, run
 from reference import state
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_forward, sm90_forward_cost
+from cupyflash.gpu.families import sm90_backward, sm90_forward, sm90_forward_cost
+from cupyflash.gpu.kernel_plan import Launch
 from cupyflash.gpu.source import generate
 from cupyflash.problem import Given
 
@@ -50,6 +51,51 @@ def test_tiles_are_listed_by_keys_and_by_places(
     assert count == len(expected)
     listed = [(n, tile) for _, n, tile in sorted(expected, key=lambda x: (x[0], x[1], x[2]), reverse=True)]
     assert [tuple(x[:2]) for x in found[1 : count + 1]] == listed
+
+
+LISTED = """
+extern "C" __global__ void attention_listed(const Params p) { list_tiles(p); }
+"""
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_key_tiles_are_listed_by_queries(last_first: bool, dim: int, rng: np.random.Generator) -> None:
+    """Of the backward, those that most query tiles visit first, and of a class from the first place on; behind them
+    what has each place of query tiles."""
+    queries = [*rng.integers(0, 200, 30), 30000, *rng.integers(0, 3, 40), 700]
+    keys = [*rng.integers(0, 300, 30), 30100, *rng.integers(0, 900, 40), 600]
+    given = {f"cu_seqlens_{x}": np.cumsum([0, *n]).astype("i4") for x, n in (("q", queries), ("k", keys))}
+    given |= {name: np.zeros((sum(n) + 3, 1, dim), "f2") for name, n in zip("qkv", (queries, keys, keys))}
+    asked = state(**given, causal=True)
+    made = sm90_backward.plan(asked, GPU, None)
+    constants, order = dict(made.constants), next(x for x in made.workspace if x.name == "order")
+    [library] = compile_all(as_cpp(generate(made) + LISTED, ["attention_listed"]))
+    made = replace(made, launches=(Launch("attention_listed", 1, 128),), maps=())
+    arrays = {n: Guarded(x.shape, x.dtype, x) for n, x in given.items()} | {"order": Guarded(order.shape, "uint32")}
+    run(library, made, asked, arrays, last_first, 2)
+    found = arrays["order"].array.view("i4").reshape(-1, 8)
+    rows, of_tile = constants["ROWS"], constants["KEYS"] * constants["CLUSTER"]
+    expected, bounds = [], np.cumsum([[0, 0], *zip([*queries, 3], [*keys, 3])], axis=0)
+    for n, (has, own) in enumerate(zip([*queries, 0], [*keys, 3])):
+        for tile in range(-(-own // of_tile)):
+            begin = max(0, tile * of_tile + has - own)
+            visits = -(-has // rows) - begin // rows if begin < has else 0
+            expected.append((-max(0, np.float32(visits).view("i4") // 2**20 - 127 * 8), n, tile, visits))
+    assert found[0, 0] == len(expected)
+    listed = found[1 : len(expected) + 1]
+    assert [(x[0], x[1], x[3] - x[2]) for x in listed.tolist()] == [x[1:] for x in sorted(expected)]
+    assert (listed[:, 6] == bounds[listed[:, 0], 1]).all()
+    table, places = found[1 + (sum(keys) + 3) // of_tile + len(keys) + 1 :], (sum(queries) + 3) // rows + len(keys) + 1
+    assert len(table) == places
+    expected = np.full((places, 2), -1)
+    for n, has in enumerate([*queries, 3]):
+        first = bounds[n, 0] // rows + n
+        for tile in range(-(-has // rows)):
+            expected[first + tile] = n, tile
+    there = expected[:, 1] >= 0
+    assert (table[there, :2] == expected[there]).all() and (table[~there, 1] == -1).all()
+    assert (table[there, 4] == bounds[expected[there, 0], 0]).all()
 
 
 STARTED = """
