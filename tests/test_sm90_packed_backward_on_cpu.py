@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_on_cpu import cases, needs_compiler
+from kernel_cover import problem as any_problem
 from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
 from reference import state
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward_tiles
+from cupyflash.gpu.families import sm90_backward_cost, sm90_backward_tiles
 from cupyflash.gpu.plan import plan
 from cupyflash.passes import BACKWARD
+from cupyflash.problem import Given
 
 pytestmark = needs_compiler
 
@@ -30,6 +33,15 @@ TILES = {
     192: (64, 96, 3, 2, 1, 224),
     256: (64, 64, 2, 2, 1, 200),
 }
+
+
+@pytest.fixture(autouse=True)
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key tiles, of few sequences too, where they do not add in turn."""
+    for name in ("LISTED_TILES", "PLACE_VALUES"):
+        monkeypatch.setattr(sm90_backward_cost, name, 0)
+
+
 Case = Callable[[np.random.Generator], tuple[Sequences, dict[str, Any], dict[str, np.ndarray]]]
 
 
@@ -105,6 +117,22 @@ def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
     check("sm90", WIDE if dim == 256 else GPU, of, options, others, tiles=tiles, seed=seed)
 
 
+@pytest.mark.parametrize(
+    ("number", "value", "listed"),
+    [("LISTED_CACHE", 0, True), pytest.param("PLACE_VALUES", 1 << 60, False, marks=pytest.mark.slow)],
+)
+def test_key_tiles_come_by_places(
+    number: str, value: int, listed: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of places: of a list, and where there is none."""
+    monkeypatch.setattr(sm90_backward_cost, number, value)
+    of = packed(rng, [140, 0, 200], [20, 3, 140], heads=(2, 1))
+    problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), causal=True, **of.lengths())
+    constants = dict(plan(problem, GPU, BACKWARD, "sm90").constants)
+    assert (constants["ORDERED"], constants["BY_VISITS"]) == (listed, False)
+    check("sm90", GPU, of, {"causal": True}, tiles={"forward": USUAL, "backward": TILES[64]})
+
+
 def test_short_ones(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences of up to 64 rows, as the planner takes them to be, and one that is longer, and alone would have no
     such tile."""
@@ -164,6 +192,7 @@ NONSENSE: dict[str, Case] = {
         packed(r, offsets="int64", **SMALL), {"causal": True, "window": (20, None)},
         {"key_mask": drawn(r, N, 140), "sinks": normal(r, 2)},
     ),
+    "64": lambda r: (packed(r, heads=(2, 2)), {"causal": True}, {}),
     "in order": lambda r: (packed(r, **SMALL), {"deterministic": True}, {}),
     "256": lambda r: (packed(r, dims=(256, 256), heads=(1, 1)), {"causal": True}, {}),
     "caches": lambda r: (packed(r, [70] * 4, q="dense", k="cache", **SMALL), {"causal": "top_left"}, {}),
@@ -193,6 +222,35 @@ def test_what_is_not_served_is_named(rng: np.random.Generator) -> None:
     problem = state(*arrays, **of.lengths(), batch_invariant=True)
     with pytest.raises(ValueError, match="sm90 takes no .*batch_invariant=True"):
         plan(problem, hopper, BACKWARD, "sm90")
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "heads", "hint", "dim", "listed", "by_visits"),
+    [
+        (8, 16384, 16, 2048, 128, True, True),
+        (8, 16384, 16, None, 128, True, True),
+        (8, 16384, 16, 2048, 256, True, False),  # Q, dO and dQ of what is under work leave the L2 cache
+        (24, 60000, 16, 8192, 128, True, False),
+        (64, 16384, 16, 256, 128, False, False),  # two key tiles each
+        (65, 16384, 16, 8192, 128, True, True),
+        (512, 26600, 16, 128, 128, True, True),
+        (512, 26600, 2, 128, 128, False, False),  # nothing to do meanwhile
+    ],
+)
+def test_where_key_tiles_are_listed(
+    batch: int, rows: int, heads: int, hint: int | None, dim: int, listed: bool, by_visits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.undo()
+    packed = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    asked = any_problem("bfloat16", dim, batch=batch, seq_q=rows, seq_k=rows, heads_q=heads, heads_k=heads, rows_q=rows,
+        rows_k=rows, causal="bottom_right", right=0, given=packed, max_seqlen_q=hint, max_seqlen_k=hint)  # fmt: skip
+    for deterministic in (False, True):
+        made = plan(replace(asked, deterministic=deterministic), Arch.of("sm_90a"), BACKWARD, "sm90")
+        constants = dict(made.constants)
+        found = constants["ORDERED"], constants["BY_VISITS"]
+        assert found == ((False, False) if deterministic else (listed, by_visits))
+        assert bool(sum(x.nbytes for x in made.workspace if x.name == "order")) == found[0]
 
 
 def test_heads_together() -> None:

@@ -12,7 +12,7 @@ from on_cpu import Guarded, run
 from reference import state
 
 from cupyflash.gpu.device import Arch
-from cupyflash.gpu.families import sm90_backward, sm90_forward, sm90_forward_cost
+from cupyflash.gpu.families import sm90_backward, sm90_backward_cost, sm90_forward, sm90_forward_cost
 from cupyflash.gpu.kernel_plan import Launch
 from cupyflash.gpu.source import generate
 from cupyflash.problem import Given
@@ -60,9 +60,12 @@ extern "C" __global__ void attention_listed(const Params p) { list_tiles(p); }
 
 @pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.parametrize("dim", [64, 256])
-def test_key_tiles_are_listed_by_queries(last_first: bool, dim: int, rng: np.random.Generator) -> None:
-    """Of the backward, those that most query tiles visit first, and of a class from the first place on; behind them
-    what has each place of query tiles."""
+def test_key_tiles_are_listed_by_queries(
+    last_first: bool, dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the backward, those that most query tiles visit first, and of a class from the first place on (of wide ones in
+    the order of places alone); behind them what has each place of query tiles."""
+    monkeypatch.setattr(sm90_backward_cost, "PLACE_VALUES", 0)
     queries = [*rng.integers(0, 200, 30), 30000, *rng.integers(0, 3, 40), 700]
     keys = [*rng.integers(0, 300, 30), 30100, *rng.integers(0, 900, 40), 600]
     given = {f"cu_seqlens_{x}": np.cumsum([0, *n]).astype("i4") for x, n in (("q", queries), ("k", keys))}
@@ -76,12 +79,15 @@ def test_key_tiles_are_listed_by_queries(last_first: bool, dim: int, rng: np.ran
     run(library, made, asked, arrays, last_first, 2)
     found = arrays["order"].array.view("i4").reshape(-1, 8)
     rows, of_tile = constants["ROWS"], constants["KEYS"] * constants["CLUSTER"]
+    assert constants["BY_VISITS"] == (dim == 64)
     expected, bounds = [], np.cumsum([[0, 0], *zip([*queries, 3], [*keys, 3])], axis=0)
     for n, (has, own) in enumerate(zip([*queries, 0], [*keys, 3])):
         for tile in range(-(-own // of_tile)):
             begin = max(0, tile * of_tile + has - own)
             visits = -(-has // rows) - begin // rows if begin < has else 0
-            expected.append((-max(0, np.float32(visits).view("i4") // 2**20 - 127 * 8), n, tile, visits))
+            expected.append(
+                (-constants["BY_VISITS"] * max(0, np.float32(visits).view("i4") // 2**20 - 127 * 8), n, tile, visits)
+            )
     assert found[0, 0] == len(expected)
     listed = found[1 : len(expected) + 1]
     assert [(x[0], x[1], x[3] - x[2]) for x in listed.tolist()] == [x[1:] for x in sorted(expected)]

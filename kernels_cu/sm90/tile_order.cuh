@@ -79,9 +79,10 @@ __device__ unsigned lanes_alike(int number, bool any) {
     return alike;
 }
 
-// Behind that line. Each warp has a stretch of places. Tiles of a class come in the order of these, or (FROM_LAST) the
-// other way round, so that neighbours read the same of the other side. visits(head, number): of a tile.
-template <class Tiles, int THREADS, bool FROM_LAST, class F>
+// Behind that line. Each warp has a stretch of places. Tiles of a class (BY_VISITS, else all) come in the order of
+// these, or (FROM_LAST) the other way round, so that neighbours read the same of the other side. visits(head, number):
+// of a tile.
+template <class Tiles, int THREADS, bool BY_VISITS, bool FROM_LAST, class F>
 __device__ void order_tiles(const Params& p, F visits) {
     constexpr int CLASSES = ListedTile::CLASSES, WARPS = THREADS / 32;
     __shared__ int before[CLASSES];        // tiles of higher classes
@@ -96,7 +97,7 @@ __device__ void order_tiles(const Params& p, F visits) {
             ListedTile tile{found.head, found.number, {0, 0}};
             bool any = first + lane < places && !found.none();
             if (any) tile.visits = visits(tile.head, tile.number);
-            visit(tile, any, tile.size_class());
+            visit(tile, any, BY_VISITS ? tile.size_class() : 0);
         }
     };
     for (int n = lane; n < CLASSES; n += 32) own[n] = 0;

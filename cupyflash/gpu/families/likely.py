@@ -25,6 +25,15 @@ def as_dense(problem: AttentionProblem) -> AttentionProblem:
     )  # fmt: skip
 
 
+def even(problem: AttentionProblem, likely: AttentionProblem) -> bool:
+    """Whether packed sequences are about as long as each other, and so each as `likely` says: a hint tells, else rows
+    that are shared out evenly."""
+    rows_q, batch = problem.rows_q, problem.batch
+    if rows_q is None:
+        return False
+    return rows_q % max(1, batch) == 0 if problem.max_seqlen_q is None else 2 * likely.batch > batch
+
+
 def _length(hint: int | None, most: int, packed: int | None, batch: int) -> int:
     if hint is not None:
         return min(most, hint)

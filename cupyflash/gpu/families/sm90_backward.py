@@ -147,8 +147,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
-    # Whether key tiles are listed (those that add in turn do so in the order of their numbers).
-    ordered = problem.rows_k is not None and not problem.deterministic and problem.block_mask is None
+    ordered = cost.ordered(problem, t)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
         *((name, min(n, own)) for (name, n), own in zip(dots(problem), (dim, dim_v))),
@@ -159,7 +158,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
         ("FIRST_STORES", first_stores), ("VECTOR_RED", True),
-        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False), ("ORDERED", ordered),
+        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False),
+        ("ORDERED", ordered), ("BY_VISITS", ordered and cost.by_visits(problem, together)),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", all_queries + ordered, 128),

@@ -9,7 +9,7 @@ import math
 from ...problem import AttentionProblem
 from ..kernel_plan import ceil, places
 from ..measured import number
-from .likely import as_dense
+from .likely import as_dense, even
 from .sm90_backward_tiles import BackwardTile, cluster_keys, has_all_keys
 
 # The backward's order of key tiles, and room for sums of dQ.
@@ -29,6 +29,10 @@ ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `e
 ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
 ENOUGH = 1.02  # times the least
 LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
+# Packed: key tiles of sequences that are alike are listed from so many each on, and come by what visits them where Q,
+# dO and dQ of the heads together take no more than this. Of O so many values are read in the time that it takes to find
+# the sequence of a place (reckoned).
+LISTED_TILES, LISTED_CACHE, PLACE_VALUES = 3, 36 << 20, 6000
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -148,6 +152,25 @@ def _orders(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: i
     if problem.deterministic:
         return (ceil(heads, ceil(heads, ceil(APART * clusters, tiles))),)
     return (1,)
+
+
+def ordered(problem: AttentionProblem, t: BackwardTile) -> bool:
+    """Whether key tiles of packed sequences are listed before. (Those that add in turn do so in the order of places.)
+    One thread block does it, beside others that read O: it must not take longer than they do."""
+    likely, keys = as_dense(problem), cluster_keys(problem, t)
+    if problem.rows_q is None or problem.rows_k is None or problem.deterministic or problem.block_mask is not None:
+        return False
+    if even(problem, likely) and ceil(likely.seq_k, keys) < LISTED_TILES:
+        return False
+    found = 2 * places(problem, problem.rows_k, keys) + places(problem, problem.rows_q, t.rows)
+    return problem.heads_q * problem.rows_q * problem.dim_v >= PLACE_VALUES * found
+
+
+def by_visits(problem: AttentionProblem, together: int) -> bool:
+    """Whether those that most query tiles visit come first, of whichever sequence: where what all tiles of the heads
+    together read and add to stays in the L2 cache. Else they come by places."""
+    heads = together * problem.group * (problem.rows_q or 0)
+    return heads * (6 * problem.dim + 2 * problem.dim_v) <= LISTED_CACHE
 
 
 def _packed(problem: AttentionProblem, t: BackwardTile, clusters: int) -> tuple[int, int]:

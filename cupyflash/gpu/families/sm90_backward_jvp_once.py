@@ -135,7 +135,7 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
         ("FINISH_PARTS", 1), ("SHARED_MEMORY", size), ("PAIR_STAGES", 1), ("MASK_BY_QUERY", False),
         ("BIAS_BY_QUERY", False), *features(problem), ("DETERMINISTIC", False), ("FIRST_STORES", False),
         ("VECTOR_RED", True), ("SHARES", False), ("SHARE_SUMS", 0), ("WHOLE_DQ", False), ("MOVED", True),
-        ("ORDERED", False),
+        ("ORDERED", False), ("BY_VISITS", False),
     )  # fmt: skip
     sides = {"q": t.rows, "k": t.keys, "v": t.keys, "dout": t.rows}
     moved = [Box(f"t{name}", n) for name, n in sides.items() if problem.moves(name)]

@@ -14,7 +14,7 @@ from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Workspace, ceil, features, lists, pad, places, room
 from . import shares
 from . import sm90_forward_cost as cost
-from .likely import as_dense
+from .likely import as_dense, even
 from .sm90_forward_tiles import (
     EIGHT,
     LISTED,
@@ -123,7 +123,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     packs = [mixed if mixed > 1 else pack_of(likely, t) if packed else 1 for t in rows]
     tried = [(t, pack) for t, pack in zip(rows, packs) if not packed or pack > 1]
     if not tile and not (short and dim <= SHORT[0].dim):
-        tried = [*cost.by_seconds(likely if cost.even(problem, likely) else problem, arch), *tried]
+        tried = [*cost.by_seconds(likely if even(problem, likely) else problem, arch), *tried]
     sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the
     # output to leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips

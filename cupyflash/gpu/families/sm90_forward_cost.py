@@ -105,15 +105,6 @@ def packed_tiles(problem: AttentionProblem, pack: int) -> int:
     return min(problem.batch, problem.rows_q or 0) * problem.heads_k * ceil(problem.group, pack)
 
 
-def even(problem: AttentionProblem, likely: AttentionProblem) -> bool:
-    """Whether packed sequences are about as long as each other, and so each as `likely` says: a hint tells, else rows
-    that are shared out evenly."""
-    rows_q, batch = problem.rows_q, problem.batch
-    if rows_q is None:
-        return False
-    return rows_q % max(1, batch) == 0 if problem.max_seqlen_q is None else 2 * likely.batch > batch
-
-
 def by_seconds(problem: AttentionProblem, arch: Arch) -> tuple[tuple[ForwardTile, int], ...]:
     """Tiles, and of how many heads that share K and V each has rows, the fastest first; () of few queries, and of long
     sequences, whose tiles are alike."""
