@@ -36,7 +36,7 @@ TILES = {
 
 
 @pytest.fixture(autouse=True)
-def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Key tiles, of few sequences too, where they do not add in turn."""
     for name in ("LISTED_TILES", "PLACE_VALUES"):
         monkeypatch.setattr(sm90_backward_cost, name, 0)

@@ -165,15 +165,15 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         Launch("attention_backward_prepare", all_queries + ordered, 128),
         Launch("attention_backward", cluster * min(all_keys * shares, clusters), 128 * (t.warpgroups + 1), size),
     )
-    workspace = (
+    workspace = [
         Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, 2, t.rows), t.rows),  # and lse
         Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, shares), t.rows * columns * dim)),
         Workspace("counters", "uint32", (2 + kv_heads * shares + all_queries + max(summed, first_stores),)),
         Workspace("share_sums", "float32", (summed * shares, share_sums)),
-    )
+    ]
     if ordered:
         lines = 1 + places(problem, problem.rows_k or 0, keys) + places(problem, problem.rows_q or 0, t.rows)
-        workspace += (Workspace("order", "uint32", (ORDERED_WORDS * lines,)),)
+        workspace.append(Workspace("order", "uint32", (ORDERED_WORDS * lines,)))
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
         *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows),
@@ -187,7 +187,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         **common(problem, arch, BACKWARD),
         constants=constants,
         launches=launches,
-        workspace=workspace,
+        workspace=tuple(workspace),
         spills=spills,
         maps=maps,
         scalars=(("together", together), ("resident", resident), ("shares", shares)),
