@@ -15,9 +15,9 @@
 
 // What each query brings (attention/prepare.cuh), and zeros in the counters.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
-    int number = int(blockIdx.x) - ORDERED;
+    unsigned number = blockIdx.x - ORDERED;
     if constexpr (ORDERED) {  // a block more, the first to start
-        if (number < 0) return list_tiles(p);
+        if (blockIdx.x == 0) return list_tiles(p);
     }
     HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, number);
     DQCounters(p).begin(p, number);

@@ -368,7 +368,7 @@ __device__ inline int key_tiles_of_head(const Params& p) {
 }
 __device__ inline KeyTile key_tile(const Params& p, int number, int tiles) {
     KeySchedule schedule(p);
-    schedule.tiles = tiles;
+    if constexpr (ORDERED) schedule.tiles = tiles;
     TileIndex at = schedule.index(number, Share::count(p), p.together);
     KeyTile t(at.head, at.tile, Range{0, 0});
     if constexpr (ORDERED) {
@@ -428,7 +428,7 @@ struct DQCounters {
     }
 
     // Zeros in all, by a launch with a block for each tile of queries, which has its number.
-    __device__ void begin(const Params& p, int number) const {
+    __device__ void begin(const Params& p, unsigned number) const {
         if (threadIdx.x != 0) return;
         if (number == 0) p.counters[0] = *ticket = 0;
         if (number < Share::count(p)) clear[number] = 0;
