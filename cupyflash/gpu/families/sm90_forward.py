@@ -159,8 +159,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     # Where tiles differ in length, thread blocks ask for their next one.
     alike = not problem.ragged and (problem.seq_q <= span or not (banded or problem.seq_q % span))
     parts = min(cost.dealt(likely, t, pack, arch).number, shares.most(problem))
-    if cost.packed_tiles(problem, pack) >= arch.sms:  # (a hint is the longest: others may be many, and short)
-        parts = 1
+    if problem.max_seqlen_q is not None and cost.packed_tiles(problem, pack) >= arch.sms:
+        parts = 1  # (it is the longest: others may be many, and short)
     share_tiles, v_parts = 0, value_parts(problem)
     if v_parts == 1 and cost.longest_q(problem) <= span:
         share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
