@@ -161,6 +161,8 @@ def test_heads_of_a_list_are_in_rounds(
         (16384, 8, 32, 2048, False),
         (240, 8, 32, None, False),  # few for each thread block
         (33, 2, 8, None, False),
+        (65536, 1, 32, 65536, False),  # one
+        (8200, 2, 32, 8192, False),  # two of 4100, of which the hint is above all
     ],
 )
 def test_where_tiles_are_listed(rows: int, batch: int, heads_k: int, hint: int | None, listed: bool) -> None:

@@ -51,7 +51,7 @@ struct KeyPlaces<true> {
     template <class Tile>
     __device__ void load(const Params&, Tile tile, const TensorMap& map, unsigned barrier, int, const Head& head,
                          int column = 0) const {
-        constexpr int TOGETHER = BOXES % 4 ? BOXES : 4;
+        constexpr int TOGETHER = BOXES % 4 == 0 ? 4 : BOXES % 2 == 0 ? 2 : BOXES;
         __syncwarp();  // the first thread has waited for all
         for (int first = 0; first < BOXES; first += TOGETHER) {
             int rows[TOGETHER], pages[TOGETHER];

@@ -98,7 +98,7 @@ def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, pa
     size = min(FEW_TILES, ceil(ceil(likely.seq_k, keys), parts)) if parts > 1 else LENGTH_TILES
     while size < tiles and ceil(tiles, size) > most(problem):
         size *= 2
-    return (size, ceil(tiles, size)) if size < tiles else (0, parts)
+    return (size, ceil(tiles, size)) if size < ceil(longest, keys) else (0, parts)
 
 
 def _left(problem: AttentionProblem) -> int:

@@ -101,7 +101,9 @@ def _columns(problem: AttentionProblem, t: OnceTile) -> tuple[int, int]:
 
 def _dealt_out(problem: AttentionProblem, t: OnceTile, arch: Arch) -> tuple[int, int] | None:
     """`together` and `resident` as of the backward, or of as many heads as there is ROOM for; None where key tiles
-    would wait for it."""
+    would wait for it, and where there are none."""
+    if 0 in (problem.batch, problem.heads_k, problem.seq_q, problem.seq_k):
+        return None
     together, resident = cost.dealt_out(problem, t, 1, arch.sms)
     heads, each = problem.batch * problem.heads_k, 4 * _columns(problem, t)[0]  # bytes of a query's sums
     most = (ROOM * ITEMSIZE[problem.dtype] * problem.dim - 4 * NUMBERS) * heads // each

@@ -7,6 +7,7 @@ from ..device import Arch
 from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
+from .likely import as_dense, even
 from .sm90_forward_tiles import NARROW, PACKED, PACKS, SMALL, TWO_BLOCKS, ForwardTile, busy, choices, pack_of, tiles_of
 from .sm90_memory import padded, paired, value_parts
 
@@ -81,10 +82,10 @@ def mixed(problem: AttentionProblem, arch: Arch) -> int:
 def longest_q(problem: AttentionProblem) -> int:
     """Queries that a sequence has at most, most likely: as a hint says, else as all have where packed rows are shared
     out evenly."""
-    most = problem.seq_q
-    if problem.rows_q is not None and problem.rows_q % max(1, problem.batch) == 0:
-        most = min(most, problem.rows_q // max(1, problem.batch))
-    return min(most, problem.max_seqlen_q or most)
+    most = problem.max_seqlen_q
+    if most is None and problem.rows_q is not None and problem.rows_q % max(1, problem.batch) == 0:
+        most = problem.rows_q // max(1, problem.batch)
+    return problem.seq_q if most is None else min(problem.seq_q, most)
 
 
 def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> bool:
@@ -95,7 +96,7 @@ def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> boo
     if problem.rows_q is None or problem.block_mask is not None or each < LISTED_TILES:
         return False
     few = problem.rows_q <= problem.batch * span
-    if problem.max_seqlen_q is not None:
+    if problem.max_seqlen_q is not None and not even(problem, as_dense(problem)):  # of few, the hint may be above all
         few |= problem.rows_q - problem.max_seqlen_q <= (problem.batch - 1) * span
     return pack > 1 or few
 
