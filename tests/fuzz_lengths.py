@@ -67,9 +67,9 @@ def draw(rng: np.random.Generator, kind: Any, dims: tuple[int, int]) -> tuple[Ca
 
 def family_for(case: Case, family: str | None) -> str | None:
     """The family to name; None where it leaves the case to others."""
-    if family is None:
+    if family is None or (problem := problem_of(case)).empty:  # of which nobody is asked
         return None
-    return None if FAMILIES[family].objection(problem_of(case), the_arch(), FORWARD) else family
+    return None if FAMILIES[family].objection(problem, the_arch(), FORWARD) else family
 
 
 def problem_of(case: Case) -> AttentionProblem:

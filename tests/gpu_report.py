@@ -81,7 +81,7 @@ class GpuReport:
             self.outcomes["errors"] += 1
             self.failures.append(report.nodeid)
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)  # before workers are waited for: a time limit may come meanwhile
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             done = {*self.passes, *self.failures, *self.skips}

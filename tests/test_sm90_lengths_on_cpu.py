@@ -458,7 +458,11 @@ def test_no_thread_block_ends_much_later_than_others(rng: np.random.Generator) -
         (cached(64, 64000, seq_q=64, rows_q=64, rows_k=64000), 0, 1),  # not that many more
         (cached(64, 64000, seq_q=64, rows_q=64, rows_k=64000, max_seqlen_k=8192), 32, 32),
         (cached(512, 32768, seq_q=32768, rows_q=32768, rows_k=32768), 0, 1),  # short ones
-        (cached(2048, 2**23, seq_q=2048, rows_q=2048, rows_k=2**23, max_seqlen_q=1, max_seqlen_k=16384), 0, 1),  # none is cut
+        (
+            cached(2048, 2**23, seq_q=2048, rows_q=2048, rows_k=2**23, max_seqlen_q=1, max_seqlen_k=16384),
+            0,
+            1,
+        ),  # none is cut
         (cached(4, 65536, seq_q=256, rows_q=256, max_seqlen_q=256), 0, 2),  # the hint is right, not the mean
     ],
 )
