@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cupyflash import parallel
-from cupyflash.parallel import Rows, run
+from cupyflash.parallel import Rows, calls, run
 from cupyflash.parallel.simulated import RankLost
 
 SIZE = 3
@@ -210,10 +210,14 @@ def test_what_a_mask_cannot_be_made_of(given: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-@pytest.mark.parametrize("function", ["forward", "backward"])
-def test_what_one_rank_alone_raises_says_that_others_wait(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("function", "raises"), [(x, y) for x in ("forward", "backward") for y in ("itself", "empty")])
+def test_what_one_rank_alone_raises_says_that_others_wait(
+    function: str, raises: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its work, or as there is no room for its results."""
+
     def ran(asked: Any, *_: Any) -> Any:
-        if asked.rank == 1:
+        if raises == "empty" or asked.rank == 1:
             raise MemoryError("out of memory")
         return {}
 
@@ -224,11 +228,15 @@ def test_what_one_rank_alone_raises_says_that_others_wait(function: str, monkeyp
         lse = np.zeros((1, own.shape[2], own.shape[1]), X.dtype)
         return parallel.attention_backward(*[own] * 5, lse, group, rows=ROWS)
 
-    monkeypatch.setattr(run, function, ran)
+    if raises == "empty":
+        monkeypatch.setattr(calls, "empty", ran)
+    else:
+        monkeypatch.setattr(run, function, ran)
     with pytest.raises(MemoryError, match="out of memory") as found:
         parallel.simulated(3).run(work)
     (note,) = found.value.__notes__
-    assert note.startswith("Raised on rank 1 after all ranks had agreed on the call") and "time-out" in note
+    rank = r"\d" if raises == "empty" else "1"
+    assert re.match(f"Raised on rank {rank} after all ranks had agreed on the call.*time-out", note)
 
 
 def test_merge_names_its_own_arguments() -> None:

@@ -79,9 +79,9 @@ def attention(
     """
     plan = {"rows": rows, "key_rows": key_rows, "exchange": exchange, "groups": groups, "stretches": stretches}
     asked = _agreed("attention", group, {"q": q, "k": k, "v": v}, plan, options, {"return_lse": return_lse})
-    out = empty((*q.shape[:-1], v.shape[-1]), q)
-    lse = empty(_lse_shape(q, asked), q, wide(q))
     try:
+        out = empty((*q.shape[:-1], v.shape[-1]), q)
+        lse = empty(_lse_shape(q, asked), q, wide(q))
         run.forward(asked, four(out, asked.layout), three(lse))
     except Exception as error:
         _note(error, asked)
@@ -131,8 +131,8 @@ def attention_backward(
     plan = {"rows": rows, "key_rows": key_rows, "exchange": exchange, "groups": groups, "stretches": stretches}
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     asked = _agreed("attention_backward", group, operands, plan | {"reduce": reduce}, options, {}, wrt)
-    dq, dk, dv = (empty(tuple(x.shape), x) for x in (q, k, v))
     try:
+        dq, dk, dv = (empty(tuple(x.shape), x) for x in (q, k, v))
         found = run.backward(asked, *[four(x, asked.layout) for x in (dq, dk, dv)])
     except Exception as error:
         _note(error, asked)
