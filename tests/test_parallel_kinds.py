@@ -181,6 +181,14 @@ def test_of_rows_that_one_rank_leaves_out_all_are_told() -> None:
     parallel.simulated(2).run(work)
 
 
+def test_a_group_that_was_destroyed_is_not_taken_for_the_default_one() -> None:
+    torch_group = pytest.importorskip("cupyflash.parallel.torch_group")
+    found = torch_group.TorchGroup.__new__(torch_group.TorchGroup)
+    found._of, found.eager, found.size = (lambda: None), True, 1
+    with pytest.raises(ValueError, match="group is a ProcessGroup that was destroyed; it must be one that is there"):
+        found.all_gather(np.zeros(1, np.uint8))
+
+
 def test_groups_that_send_otherwise_are_of_another_kind() -> None:
     """As many groups of heads as pay in the one need not in the other, and its ranks would not have as many."""
     x, ranks = torch.zeros(1, 8, 2, 8), [Costly(Alone()) for _ in range(3)]

@@ -32,7 +32,9 @@ class TorchGroup:
 
     @property
     def _group(self) -> Any:
-        return self._of()
+        if (found := self._of()) is None:  # None would be the default group
+            raise ValueError("group is a ProcessGroup that was destroyed; it must be one that is there")
+        return found
 
     @property
     def _bound(self) -> torch.device | None:
