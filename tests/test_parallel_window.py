@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import gc
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,30 +39,36 @@ class Memory:
 
 class Window:
     """As `parallel.window.Window`, of NumPy's arrays. Copies beside what computes are made at the last moment; in each
-    call memory is new, and poisoned."""
+    call memory is poisoned, and new where more is asked for."""
 
     copied = staticmethod(by_numpy)
 
     def __init__(self, memory: Memory, rank: int) -> None:
-        self._memory, self._rank, self.calls = memory, rank, 0
+        self._memory, self._rank, self._size, self.calls = memory, rank, 0, 0
         self._late: list[tuple[np.ndarray, int]] = []
+        self._kept: dict[Any, Any] = {}
 
     def begin(self, size: int) -> bool:
         if self._memory.most is not None and size > self._memory.most:
             return False
         self._memory.barrier.wait()  # all are done with what was there
-        self._memory.of[self._rank] = np.full(size, POISON, np.uint8)
+        if size > len(self._memory.of[self._rank]):
+            self._memory.of[self._rank], self._kept = np.empty(size, np.uint8), {}
+        self._memory.of[self._rank][...] = POISON
+        self._size = size
         self.calls += 1
         self._memory.barrier.wait()
         return True
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        return make()
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def array(self, rank: int, offset: int, shape: tuple[int, ...], like: np.ndarray, dtype: Any = None) -> np.ndarray:
         kind = like.dtype if dtype is None else np.dtype(dtype)
         count = int(np.prod(shape)) * kind.itemsize
-        assert offset % 16 == 0 and offset + count <= len(self._memory.of[rank])
+        assert offset % 16 == 0 and offset + count <= self._size
         return self._memory.of[rank][offset : offset + count].view(kind).reshape(shape)
 
     @property
@@ -84,7 +92,7 @@ class Window:
         assert all(rank != self._rank for rank, _, _, _ in parts)
         for rank, offset, address, count in parts:
             target = self._memory.of[rank][offset : offset + count]
-            assert len(target) == count
+            assert len(target) == count and offset + count <= self._size
             self._late.append((target, address))
 
     def arrived(self) -> None:
@@ -394,6 +402,28 @@ def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatc
     found._reserve(4096)
     assert found.kept("part", lambda: None) is None  # views of what is no more
     assert memory[1][2048:2304].view(np.float32).reshape(shape)[0, 1, 0, 0] == 2
+
+
+def test_memory_that_a_graph_was_captured_with_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    window = pytest.importorskip("cupyflash.parallel.window")
+    handle = types.SimpleNamespace(buffer_ptrs=[0], rank=0, barrier=lambda timeout_ms: None)
+    of_torch = types.SimpleNamespace(empty=torch.empty, rendezvous=lambda own, group: handle)
+    monkeypatch.setattr(window, "symmetric", of_torch)
+    monkeypatch.setattr(window, "stream", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    found = window.Window.__new__(window.Window)
+    found._group, found._device, found._patience, found._last = lambda: None, torch.device("cpu"), 1, None
+    found._of_graphs = {}
+    found._reserve(1024)
+    for captured in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        assert found.begin(1024) and found.begin(found.nbytes)
+        own = weakref.ref(found._own)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert found.begin(2 * found.nbytes)  # elsewhere
+        gc.collect()
+        assert (own() is not None) == captured
 
 
 def test_ranks_wait_as_long_as_their_group_says() -> None:

@@ -35,6 +35,7 @@ class Window:
         with self._gpu:
             self._before, self._after, self._read = (cupy.cuda.Event(disable_timing=True) for _ in range(3))
         self._last: int | None = None  # the stream in which it was last read, until `_read`
+        self._of_graphs: dict[int, Any] = {}  # memory that captured graphs go on to use
         self._reserve(_ALIGNED)
 
     @torch.inference_mode(False)  # or whoever comes later, outside, might not write to it
@@ -61,6 +62,8 @@ class Window:
                 return False
             torch.cuda.synchronize(self._device)
             self._reserve(-(-size // _ALIGNED) * _ALIGNED)
+        if capturing:
+            self._of_graphs[id(self._own)] = self._own, self._handle
         here = stream(self._ordinal)
         if self._last not in (None, here) and not capturing:
             with self._gpu:
