@@ -105,7 +105,7 @@ def compile_all(*sources: str) -> list[ctypes.CDLL]:
 
     They are kept in the folder CUPYFLASH_TEST_CACHE, if it is set, for other processes and later runs.
     """
-    header, kept = _machine(), Path(os.environ.get("CUPYFLASH_TEST_CACHE", FOLDER))
+    header, kept = _machine(), Path(os.environ.get("CUPYFLASH_TEST_CACHE") or FOLDER)
     kept.mkdir(parents=True, exist_ok=True)
     commands, libraries, made = [], [], {}
     for source in sources:
