@@ -41,9 +41,10 @@ class Costly:
 
 
 def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is that which autograd follows of another kind."""
     rng, checked = fresh_rng(), []
     inputs = [torch.from_numpy(rng.standard_normal((3, 1, 64, 2, 8))) for _ in range(3)]
-    slopes = [torch.from_numpy(rng.random(2)) for _ in range(3)]
+    slopes = [torch.from_numpy(rng.random(2)).requires_grad_(n == 2) for n in range(3)]
 
     def counted(*x: Any) -> Any:
         checked.append(x[0])
