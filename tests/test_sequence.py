@@ -14,7 +14,10 @@ ROOMS = {
     "a place in a tensor map": (r"\bInMap\s*(\w+\s*)?\{|InMap \w+\(", {"attention/head.cuh", "tile/places.cuh"}),
     "boxes of TMA": (r"\btma_(load|store)\(", {"ptx/tma.cuh", "tile/swizzled.cuh", "sm90/pair_tiles.cuh"}),
     "a head of its numbers": (r"\bHead(\s+\w+)?\s*\{[^}\s]", set()),
-    "a number's tile": (r"[\w)] % tiles\b", {"attention/tiles.cuh", "attention/schedule.cuh"}),
+    # (and of the numbers that shares of one sequence have)
+    "a number's tile": (
+        r"[\w)] % tiles\b", {"attention/tiles.cuh", "attention/schedule.cuh", "sm90/shares_by_length.cuh"},
+    ),
     "the n-th of a list": (r"\bnth\(", {"attention/block_list.cuh", "attention/schedule.cuh"}),
 }  # fmt: skip
 
