@@ -51,7 +51,7 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
             if x is not None and library(name, x) is not lib:
                 return None
             key.append(None if x is None else signature(x))
-        for name, x in options.items():
+        for name, x in sorted(options.items()):  # in whatever order a caller names them
             if type(x) in _PLAIN:
                 key += name, type(x), x
             elif type(x) is tuple and all(type(y) in _PLAIN for y in x):

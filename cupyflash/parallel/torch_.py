@@ -31,8 +31,7 @@ def attention(
     options.setdefault("rows", None)
     with_lse = True if return_lse is False else return_lse
     if recorded([x for x in tensors if isinstance(x, torch.Tensor)]):
-        # (In their order: the same call without gradients is of one kind with it.)
-        given = {name: None if name in (*named, "score_arrays") else x for name, x in options.items()}
+        given = {name: x for name, x in options.items() if name not in (*named, "score_arrays")}
         out, lse = _Attention.apply(_How(group, with_lse, given, named, tuple(reads)), *tensors)
     else:
         out, lse = calls.attention(q, k, v, group, return_lse=with_lse, **options)
