@@ -108,9 +108,8 @@ def draw(call: Call, dtype: str, seed: int, device: str = "cuda") -> peers.Case:
 
 def _options(call: Call) -> dict[str, Any]:
     """What `attention` is given beside the arrays; of packed sequences the longest lengths, which peers must know."""
-    if call.held == "packed":
-        return {"max_seqlen_q": max(call.queries), "max_seqlen_k": max(call.keys)}
-    return {"latent": call.latent, "scale": LATENT_SCALE} if call.latent else {}
+    hints = {"max_seqlen_q": max(call.queries), "max_seqlen_k": max(call.keys)} if call.held == "packed" else {}
+    return hints | ({"latent": call.latent, "scale": LATENT_SCALE} if call.latent else {})
 
 
 def in_other_form(case: peers.Case, call: Call) -> dict[str, tuple[Call, peers.Case]]:

@@ -252,9 +252,8 @@ def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
     every = part.turns(FORWARD)
     for (of, keys, _), turns in zip(_keys(part, xs["k"], xs["v"], None, Numbers({}, [[]] * len(every))), every):
         targets, norm = cut_up(taken(sums, turns.heads), turns.rows), taken(lse, turns.of_numbers)
-        arrays = [
-            {"q": x, "k": k, "v": v} for x, (k, v) in zip(cut_up(taken(q, turns.heads), turns.rows), keys)
-        ]  # fmt: skip
+        queries = cut_up(taken(q, turns.heads), turns.rows)
+        arrays = [{"q": x, "k": k, "v": v} for x, (k, v) in zip(queries, keys)]
         if of.first:
             runs = zip(turns.calls, arrays, targets)
             join_up(norm, [turn.run(part.asked, x, {"out": target})[1] for turn, x, target in runs], turns.numbers)
@@ -317,8 +316,8 @@ def _backward(
             sums = empty(tuple(taken(dq, turns.heads).shape), dq, wide(dq))
         own = Sums((dk, dv), [(dk, dv)]) if whole else keys_of.room()
         written, of_rows = _Written(own), [x for x in ("q", "dout", "out") if x in xs]
-        cut = zip(*(cut_up(taken(xs[name], turns.heads), turns.rows) for name in of_rows))
-        every = zip(turns.calls, cut, keys, numbers, cut_up(sums, turns.rows))
+        rows = zip(*(cut_up(taken(xs[name], turns.heads), turns.rows) for name in of_rows))
+        every = zip(turns.calls, rows, keys, numbers, cut_up(sums, turns.rows))
         for n, (turn, some, (k, v), of_queries, of_q) in enumerate(every):
             arrays = dict(zip(of_rows, some)) | of_queries | {"k": k, "v": v}
             into = (of_q if of.first else empty(tuple(of_q.shape), sums), *written.room(n))
