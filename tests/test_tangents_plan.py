@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from kernel_cover import moving, problem
 
+from cupyflash.gpu import compiler
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import simt, sm90_backward_jvp
 from cupyflash.gpu.kernel_plan import KernelPlan
 from cupyflash.gpu.plan import plan
+from cupyflash.gpu.programs import generate
 from cupyflash.passes import BACKWARD_JVP, JVP
 from cupyflash.problem import Given
 
@@ -114,6 +116,20 @@ def test_sums_of_fewer_heads_where_those_keep_multiprocessors_busy() -> None:
     assert found(64) == (1, 6) and found(64, right=0) == (8, 16)  # 128 tiles of keys; (32, 64) without a bound
     assert found(32, right=0) == (4, 8) and found(16, right=0) == (1, 4)
     assert found(8, right=0) is found(16, 2048, right=0) is found(64, block_mask=("head",)) is None
+
+
+@pytest.mark.parametrize("family, dim, fields", [
+    ("sm90", 64, {}), ("sm90", 256, {}), ("sm90", 64, {"softcap": 9.0}), ("simt", 64, {}),
+])  # fmt: skip
+def test_without_probabilities_that_move_nobody_computes_dp(family: str, dim: int, fields: dict[str, Any]) -> None:
+    """k: S, tS, dP, tdK, tdQ (2), tdV; v: S, tdP, tdK, tdQ; dlse: S, tdK, tdQ. All of one size, or of two."""
+    pytest.importorskip("cuda.core")
+    counts = []
+    for name in ("k", "v", "dlse"):
+        made = plan(moving(problem("bfloat16", dim, **fields), (name,)), H200, BACKWARD_JVP, family)
+        of_products = "wgmma.mma_async" if family == "sm90" else "bar.sync"
+        counts.append(compiler.ptx(generate(made), made.arch).count(of_products))
+    assert counts[0] == counts[1] + counts[2] and counts[1] > counts[2]
 
 
 @pytest.mark.parametrize(

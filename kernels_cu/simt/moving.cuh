@@ -26,7 +26,7 @@ struct MovingKeyArrays : KeyArrays {
     __device__ Matrix<const In> tv() const { return key_matrix(p, head, p.tv, p.tv_strides, p.dim_v); }
 };
 
-// S, tS, dP and tdP of a tile of queries and one of keys.
+// S, tS, dP and tdP of a tile of queries and one of keys; dP where probabilities move, else nobody asks for it.
 struct MovingProducts : Products {
     ScoreTile ts = {}, tdp = {};
 
@@ -35,7 +35,8 @@ struct MovingProducts : Products {
         pair_products<KEYS_DOWN>(s, a.q(), query, b.k(), key, shared);
         if (config::TQ) add_pair_products<KEYS_DOWN>(ts, a.tq(), query, b.k(), key, shared);
         if (config::TK) add_pair_products<KEYS_DOWN>(ts, a.q(), query, b.tk(), key, shared);
-        pair_products<KEYS_DOWN>(dp, a.dout(), query, b.v(), key, shared);
+        for_each(dp, [](Accum& x, int, int) { x = 0; });
+        if (MOVES) add_pair_products<KEYS_DOWN>(dp, a.dout(), query, b.v(), key, shared);
         if (config::TV) add_pair_products<KEYS_DOWN>(tdp, a.dout(), query, b.tv(), key, shared);
         if (config::TDOUT) add_pair_products<KEYS_DOWN>(tdp, a.tdout(), query, b.v(), key, shared);
     }

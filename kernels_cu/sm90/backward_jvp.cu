@@ -29,7 +29,7 @@ struct Consumer {
     static constexpr bool OWN_FIRST_MOVES = Of::Own::FIRST_MOVES, OWN_SECOND_MOVES = Of::Own::SECOND_MOVES;
     static constexpr bool FIRST_MOVES = Of::Visitor::FIRST_MOVES, SECOND_MOVES = Of::Visitor::SECOND_MOVES;
     static constexpr int AFTER_SCORES =
-        OWN_FIRST_MOVES + FIRST_MOVES + 1 + OWN_SECOND_MOVES + SECOND_MOVES;  // products
+        OWN_FIRST_MOVES + FIRST_MOVES + MOVES + OWN_SECOND_MOVES + SECOND_MOVES;  // products
     using Scores = Accumulator<1, N>;
     using Place = Placement<OWNS_KEYS>;
 
@@ -188,7 +188,7 @@ struct Consumer {
         start_first(x, other.first());
         if constexpr (OWN_FIRST_MOVES) start_first_tangent(tx, other.first());
         if constexpr (FIRST_MOVES) start_first<OWN_FIRST_MOVES>(tx, other.first_tangent());
-        start_second(dp, other.second());
+        if constexpr (MOVES) start_second(dp, other.second());
         if constexpr (OWN_SECOND_MOVES) start_second_tangent(tdp, other.second());
         if constexpr (SECOND_MOVES) start_second<OWN_SECOND_MOVES>(tdp, other.second_tangent());
         turns.pass();

@@ -63,11 +63,11 @@ struct MovingConsumer : KeyOwner {
         start_ABt<DOT>(x, s.k_tile(), first_key, s.q_tile());
         if constexpr (TQ) start_ABt<DOT>(tx, s.k_tile(), first_key, s.tq_tile());
         if constexpr (TK) start_ABt<DOT, TQ>(tx, s.tk_tile(), first_key, s.q_tile());
-        start_ABt<DOT_V>(dp, s.v_tile(), first_key, s.do_tile());
+        if constexpr (MOVES) start_ABt<DOT_V>(dp, s.v_tile(), first_key, s.do_tile());
         if constexpr (TDOUT) start_ABt<DOT_V>(tdp, s.v_tile(), first_key, s.tdo_tile());
         if constexpr (TV) start_ABt<DOT_V, TDOUT>(tdp, s.tv_tile(), first_key, s.do_tile());
         turns.pass();
-        wgmma_wait<TQ + TK + 1 + TDOUT + TV>();
+        wgmma_wait<TQ + TK + MOVES + TDOUT + TV>();
         changed(x);
         each([&](int n, int e, const float (&of)[NUMBERS]) {
             float& s = x.x[0][n][e];

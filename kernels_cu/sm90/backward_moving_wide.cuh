@@ -102,9 +102,9 @@ struct MovingWideConsumer {
         sync_threads<256>(PROBABILITIES);
     }
 
-    // dP and tdP, under way.
+    // dP, where it is asked for, and tdP, under way.
     __device__ void start_derivatives(Scores& dp, Scores& tdp) const {
-        start_ABt<DOT_V>(dp, s.v_tile(), 0, s.do_tile());
+        if constexpr (MOVES) start_ABt<DOT_V>(dp, s.v_tile(), 0, s.do_tile());
         if constexpr (TV) start_ABt<DOT_V>(tdp, s.tv_tile(), 0, s.do_tile());
     }
     // dX and tdX, for both consumers.

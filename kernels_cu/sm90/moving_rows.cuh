@@ -72,11 +72,11 @@ __device__ inline float moved_probability(const Params& p, float weight, float s
     return fabs(weight) * (PRODUCTS_MOVE ? fma(slope * p.scale, ts, of[TLSE]) : of[TLSE]);
 }
 
-// The derivative by its score and what that changes by, in the place of dP and tdP.
+// The derivative by its score (0 where nobody asks) and what that changes by, in the place of dP and tdP.
 __device__ inline void move_pair(float weight, float tp, float& dp, float& tdp, const float (&of)[NUMBERS]) {
     bool dropped = config::DROPOUT && weight < 0;
     float probability = fabs(weight);
-    float rest = (dropped ? 0 : dp) + of[DELTA];
+    float rest = MOVES ? (dropped ? 0 : dp) + of[DELTA] : 0;
     float moved = (dropped || !(config::TV || config::TDOUT) ? 0 : tdp) + of[TDELTA];
     dp = probability * rest, tdp = probability * moved;
     if (MOVES) tdp = fma(tp, rest, tdp);
