@@ -23,8 +23,10 @@ def complaints(report: dict[str, Any], digest: str) -> list[str]:
     for outcome in ("failed", "errors"):
         if report.get(outcome) != 0:
             wrong.append(f"it counts {report.get(outcome)} {outcome}: {report.get('failures')}")
-    missed, explained = report.get("by_luck", 0), luck_explains(report.get("passed", 0))
-    if missed > explained:
+    missed, explained = report.get("by_luck"), luck_explains(report.get("passed", 0))
+    if missed is None:
+        wrong.append("it does not count `by_luck`, results that missed the criterion by little")
+    elif missed > explained:
         wrong.append(f"{missed} results missed the criterion by little, and luck explains {explained}")
     counts = report.get("counts") or {}
     for name in to_count():

@@ -23,7 +23,7 @@ DIGEST = "d" * 64
 
 def passing() -> dict[str, Any]:
     counts = dict.fromkeys(to_count(), 10)
-    return {"sources": DIGEST, "passed": 100, "failed": 0, "errors": 0, "failures": [], "counts": counts}
+    return {"sources": DIGEST, "passed": 100, "failed": 0, "errors": 0, "failures": [], "by_luck": 0, "counts": counts}
 
 
 def test_nothing_to_complain_of() -> None:
@@ -36,6 +36,7 @@ def test_nothing_to_complain_of() -> None:
         ({"sources": "e" * 64}, "it is of other kernel sources (eeeeeeeeeeee) than these (dddddddddddd)"),
         ({"failed": 2, "failures": ["a", "b"]}, "it counts 2 failed: ['a', 'b']"),
         ({"errors": 1}, "it counts 1 errors: []"),
+        ({"by_luck": None}, "it does not count `by_luck`, results that missed the criterion by little"),
         ({"by_luck": 4}, "4 results missed the criterion by little, and luck explains 3"),
         ({"counts": passing()["counts"] | {"simt/float64": 0}}, "it has no passed test of simt in float64"),
     ],
@@ -55,7 +56,7 @@ def test_a_marker_says_what_is_counted(request: pytest.FixtureRequest) -> None:
 
 
 def test_an_empty_report() -> None:
-    assert len(complaints({}, DIGEST)) == 3 + len(passing()["counts"])
+    assert len(complaints({}, DIGEST)) == 4 + len(passing()["counts"])
 
 
 def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
