@@ -127,8 +127,10 @@ def test_what_runs_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert portions.one_by_one(made) == [made]
 
 
-def test_multiprocessors_are_filled_as_by_all_at_once() -> None:
-    """Twice at least, and the last time nearly, whatever number of heads and multiprocessors there is."""
+def test_multiprocessors_are_filled_as_by_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice at least, and the last time nearly, whatever number of heads and multiprocessors there is, where memory
+    does not ask for more."""
+    monkeypatch.setattr(portions, "LIMIT", 9.0)
     divided = 0
     for sms in (60, 108, 114, 132, 144):
         for heads in (6, 7, 16, 25, 40):
@@ -142,6 +144,24 @@ def test_multiprocessors_are_filled_as_by_all_at_once() -> None:
                 assert len(tiles) == 1 or min(tiles) >= 2 * blocks
                 assert sum(tiles) <= portions.LOSS * math.ceil(sum(grids) / sms)
     assert divided > 50
+
+
+def test_more_than_four_times_q_asks_for_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 4 times q's bytes: the number that takes least time, if little is lost; more where much is saved. Not
+    where what is split is found by gradients of arrays, and one head cannot be divided."""
+    monkeypatch.setattr(portions, "ROOM", ROOM)
+    found = {heads: plan(asked(BACKWARD_JVP, 4096, batch=1, heads_q=heads, heads_k=heads), H200, BACKWARD_JVP).portions
+             for heads in (1, 5, 6, 11, 12, 14)}  # fmt: skip
+    assert found == {1: (), 5: (), 6: (3, 3), 11: (4, 4, 3), 12: (4, 4, 4), 14: (7, 7)}
+    few = asked(BACKWARD, 4096, batch=1, heads_q=12, heads_k=12)  # 60 MB, and 1.4 ms: no multiprocessor stands idle
+    assert plan(few, H200, BACKWARD).portions == (4, 4, 4)
+    for given, found in ((("bias", "float32"), ()), (("mask", "bool"), (4, 4, 4))):
+        assert plan(replace(few, given=(Given(*given, AXES),)), H200, BACKWARD).portions == found
+    # Of 16 and 32 heads 129 and 258 MB would be saved, of 4 of 3000 queries 48, of 2.9 tiles each multiprocessor has.
+    many = {(64, 16, 128): (), (64, 32, 128): (1024, 1024), (4, 4, 3000): ()}
+    for (batch, heads, seq), found in many.items():
+        sizes = {"batch": batch, "heads_q": heads, "heads_k": heads}
+        assert plan(asked(BACKWARD_JVP, seq, **sizes), H200, BACKWARD_JVP).portions == found
 
 
 def test_keys_are_dealt_out_for_all_heads_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from .device import Arch
 
 PAIRWISE = tuple(rule.name for rule in ARRAYS if rule.axes == AXES)  # arrays over pairs of a query and a key
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that each thread block takes for itself
+LITTLE = 64 << 20  # bytes of workspace that nobody misses
 MOVING = ("q", "k", "v", "dout", *(rule.name for rule in ARRAYS if rule.gradient))  # what may have tangents
 
 
@@ -234,6 +235,17 @@ def key_numbers(problem: AttentionProblem) -> tuple[int, int]:
     """The same for each key of each of its heads."""
     packed = problem.rows_k
     return (problem.batch * problem.heads_k, problem.seq_k) if packed is None else (problem.heads_k, packed)
+
+
+def largest(problem: AttentionProblem) -> int:
+    """Bytes of the largest of q, k, v and out, or more."""
+    rows = max(math.prod(query_numbers(problem)), math.prod(key_numbers(problem)))
+    return ITEMSIZE[problem.dtype] * rows * max(problem.dim, problem.dim_v)
+
+
+def allowed(problem: AttentionProblem, times: float) -> int:
+    """Bytes that workspace may take: so many times those of the largest, or LITTLE."""
+    return max(LITTLE, int(times * largest(problem)))
 
 
 def room(arch: Arch, blocks: int) -> int:

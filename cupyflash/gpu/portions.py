@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..problem import ITEMSIZE, AttentionProblem
+from ..problem import ARRAY_RULES, ITEMSIZE, AttentionProblem
 from .device import Arch
-from .kernel_plan import KernelPlan, ceil, query_numbers
+from .kernel_plan import KernelPlan, ceil, largest, query_numbers
 from .measured import number
 
 MOST = 64
@@ -18,6 +18,10 @@ ROOM = 2.55  # times q's bytes that workspace may take: portions cost time, and 
 # Between portions multiprocessors wait for the last tile. A portion is reckoned to take no less than so many seconds,
 # and fills every multiprocessor so many times, the last time nearly; all together take no more than LOSS times one.
 SHORTEST, FEWEST_TIMES, LOSS = 2e-4, 2, 1.05
+# Where more than LIMIT times q's bytes would be taken: the portions that bring it to that soonest, if they lose no more
+# than LOSS, or MOST_LOSS where they save so many bytes. Between two some time is lost (H200: 18 to 50 us).
+LIMIT, BETWEEN_SECONDS = 4.1, 3e-5
+MOST_LOSS, MUCH = 1.15, 192 << 20
 
 
 def divided(
@@ -39,7 +43,7 @@ def divided(
 
 def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int, ...]:
     """How many heads of K and V each portion has: the fewest portions of which none takes more workspace than ROOM, or
-    as many as there may be; () where one is enough."""
+    as many as there may be without LOSS, or as LIMIT asks for; () where one is enough."""
     grids = {x.name: x.grid for x in made.launches}
     room = ROOM * ITEMSIZE[problem.dtype] * math.prod(query_numbers(problem)) * problem.dim
     taken = sum(x.nbytes for x in made.workspace)
@@ -54,16 +58,25 @@ def sizes(made: KernelPlan, problem: AttentionProblem, arch: Arch) -> tuple[int,
     total = problem.heads_k * (1 if packed[0] else problem.batch)
     fewest, each = FEWEST_TIMES * int(dict(made.constants)["MIN_BLOCKS"]), grids[f"attention_{made.of}"] // total
     seconds = problem.flops(made.of) / (arch.sms * number("sm80.rate_4"))
+    at_once = ceil(total * each, arch.sms)
+    again = made.of.of_gradients and any(ARRAY_RULES[x.name].gradient for x in problem.given)  # is split for these
+    limit = math.inf if again else LIMIT * largest(problem)
     found: tuple[int, ...] = ()
-    for portions in range(2, min(total, MOST, int(seconds / SHORTEST)) + 1):
+    times: dict[tuple[int, ...], float] = {}  # seconds, of those within LIMIT
+    for portions in range(2, min(total, MOST) + 1):
         size = ceil(total, portions)
         heads = (size,) * (total // size) + ((total % size,) if total % size else ())
         tiles = [ceil(n * each, arch.sms) for n in heads]  # of the busiest multiprocessor
-        if min(tiles) >= fewest and sum(tiles) <= LOSS * ceil(total * each, arch.sms):
+        little_lost = min(tiles) >= fewest and sum(tiles) <= LOSS * at_once
+        if little_lost and portions * SHORTEST <= seconds and taken * (found or (total,))[0] > room * total:
             found = heads
-            if taken * size <= room * total:
-                break
-    return found
+        if taken * size <= limit * total:
+            times[heads] = sum(tiles) / at_once * seconds + (len(heads) - 1) * BETWEEN_SECONDS
+    if not times or taken * (found or (total,))[0] <= limit * total:
+        return found
+    soonest = min(times, key=lambda heads: times[heads])
+    saved = taken * (total - soonest[0]) > MUCH * total
+    return soonest if times[soonest] <= (MOST_LOSS if saved else LOSS) * seconds else found
 
 
 def one_by_one(plan: KernelPlan) -> list[KernelPlan]:

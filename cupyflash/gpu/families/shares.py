@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from ...problem import ITEMSIZE, AttentionProblem
 from ..device import Arch
-from ..kernel_plan import Launch, Workspace, ceil, query_numbers, room
+from ..kernel_plan import Launch, Workspace, allowed, ceil, query_numbers, room
 from ..measured import number
 
 COMBINE_SECONDS, SHARE_SECONDS = number("shares.combine"), number("shares.share")
 LEFT_RATE, ENDS_SECONDS = number("shares.left"), number("shares.ends")
 # They are, if that takes no more than GAIN of the time without.
 GAIN, MOST, MOST_LEFT = 0.85, 128, 1 << 28
+ROOM = 4  # times q's bytes that they leave in memory, where that is much
 LONG_KEYS = 1024  # with fewer they are not
 STRIP, SAMPLES = 64, 64
 # Of a row that is combined a warp has 4 columns a lane, of so many lanes and every (32 / lanes)-th share: the fewer
@@ -89,8 +90,8 @@ def by_length(problem: AttentionProblem, likely: AttentionProblem, keys: int, pa
     the longest has; 0 and `parts`, what a likely one is cut in, where all are cut in as many. For lengths of keys that
     are data, and one tile of queries of a head."""
     differ = (problem.has("seqlens_k") or problem.rows_k is not None) and problem.batch > 1
-    longest = FAR * likely.seq_k if problem.rows_k is not None else problem.seq_k
-    tiles, longest = ceil(problem.seq_k, keys), min(problem.seq_k, problem.max_seqlen_k or longest)
+    no_hint = FAR * likely.seq_k if problem.rows_k is not None else problem.seq_k
+    tiles, longest = ceil(problem.seq_k, keys), min(problem.seq_k, problem.max_seqlen_k or no_hint)
     if not differ or problem.left is not None or problem.block_mask is not None:
         return 0, parts
     if parts == 1 and ceil(longest, keys) <= LONG_TILES:
@@ -109,7 +110,7 @@ def _left(problem: AttentionProblem) -> int:
 def most(problem: AttentionProblem) -> int:
     """Of how many shares the results have room in memory: of all rows, of which hints may say that few are filled."""
     share = ITEMSIZE[problem.lse_dtype] * math.prod(query_numbers(problem)) * problem.dim_v
-    return max(1, MOST_LEFT // max(1, share))
+    return max(1, min(MOST_LEFT, allowed(problem, ROOM)) // max(1, share))
 
 
 class Visits(NamedTuple):

@@ -115,7 +115,8 @@ def plan(problem: AttentionProblem, arch: Arch, of: Pass, tile: Sequence[int] | 
             visit = visit._replace(seconds=max(visit.seconds, arrive), least=ALONE * arrive)
         tiles = shares.Tiles(tiles_q, t.rows, t.keys, t.min_blocks, visit)
         share_tiles, share = 0, 1 if problem.batch_invariant else shares.shares(problem, tiles, arch.sms).number
-        if not (problem.batch_invariant or problem.rows_q or problem.rows_k) and problem.seq_q <= t.rows:
+        packed = problem.rows_q is not None or problem.rows_k is not None
+        if not (problem.batch_invariant or packed) and problem.seq_q <= t.rows:
             share_tiles, share = shares.by_length(problem, as_dense(problem), t.keys, share)
         waits = arch.cc >= 90
         launch = Launch("attention_forward", tiles_q * share, 32 * t.warps, size, waits=waits)

@@ -132,7 +132,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if found is None:
         raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, finish, pairs, size = found
-    columns, (dim, dim_v) = column_parts(problem), _columns(problem)
+    columns, (dim, dim_v), likely = column_parts(problem), _columns(problem), as_dense(problem)
     whole, keys = has_all_keys(problem, t), cluster_keys(problem, t)
     cluster, clusters = t.cluster, max(1, t.blocks * arch.sms // t.cluster)  # those at work at once
     # Of all heads; packed sequences are one entry of a batch.
@@ -141,13 +141,14 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
     check_tiles("k", problem, all_keys)
     check_tiles("q", problem, all_queries)
-    shares = cost.shares(problem, t, clusters)
-    together, resident = cost.dealt_out(problem, t, shares, clusters)
-    summed = all_keys * cluster * t.warpgroups if shares > 1 else 0  # consumers' keys whose sums are left in memory
-    share_sums = 128 * t.sums(dim, dim_v)  # numbers of one of them
+    consumers = all_keys * cluster * t.warpgroups  # that own keys
+    share_sums = 128 * t.sums(dim, dim_v)  # numbers that one of them leaves in memory, where queries are in shares
+    shares = cost.shares(problem, t, clusters, 4 * consumers * share_sums)
+    together, resident = cost.dealt_out(problem, likely, t, shares, clusters)
+    summed = consumers if shares > 1 else 0
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
-    ordered = cost.ordered(problem, t)
+    ordered = cost.ordered(problem, likely, t)
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
         *((name, min(n, own)) for (name, n), own in zip(dots(problem), (dim, dim_v))),

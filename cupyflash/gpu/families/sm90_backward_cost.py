@@ -7,9 +7,9 @@ import itertools
 import math
 
 from ...problem import AttentionProblem
-from ..kernel_plan import ceil, places
+from ..kernel_plan import allowed, ceil, places
 from ..measured import number
-from .likely import as_dense, even
+from .likely import even
 from .sm90_backward_tiles import BackwardTile, cluster_keys, has_all_keys
 
 # The backward's order of key tiles, and room for sums of dQ.
@@ -19,6 +19,7 @@ APART = 2  # deterministic, no causal mask: steps between two key tiles of a hea
 # Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is
 # not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 32
+SUMS_ROOM = 2  # times q's bytes that their sums may take, where that is much: sums of dQ take as much
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
 # A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under work take
 # beyond what the L2 cache holds.
@@ -36,11 +37,12 @@ LISTED_TILES, LISTED_CACHE, PLACE_VALUES = 3, 36 << 20, 6000
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
-def shares(problem: AttentionProblem, t: BackwardTile, clusters: int) -> int:
-    """In how many shares the query tiles of a head of K and V are dealt out."""
+def shares(problem: AttentionProblem, t: BackwardTile, clusters: int, sums: int) -> int:
+    """In how many shares the query tiles of a head of K and V are dealt out; each leaves so many bytes of sums."""
     keys, queries = cluster_keys(problem, t), problem.group * ceil(problem.seq_q, t.rows)
     all_tiles = problem.batch * problem.heads_k * ceil(problem.seq_k, keys)
-    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, all_tiles), queries)
+    room = allowed(problem, SUMS_ROOM) // max(1, sums)
+    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, all_tiles), queries, room)
     if most < 2 or problem.block_mask is not None or problem.ragged:  # whose visits are not known here
         return 1
     walks = walks_of(problem, t.rows, keys)
@@ -110,15 +112,18 @@ def _time(
 
 
 def _traffic(problem: AttentionProblem, shares: int) -> int:
-    """Bytes of Q, dO and the sums of dQ of a share."""
+    """Bytes of Q, dO and the sums of dQ of a share. (Sums of narrow heads have more columns, and H u reads tangents:
+    with these fewer heads would be dealt out together, which was 1 to 8 % slower on an H200.)"""
     return ceil(problem.group * problem.seq_q, shares) * (6 * problem.dim + 2 * problem.dim_v)
 
 
-def dealt_out(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, int]:
+def dealt_out(
+    problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile, shares: int, clusters: int
+) -> tuple[int, int]:
     """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is
     room for sums of dQ."""
     if problem.rows_k is not None:
-        return _packed(problem, t, clusters)
+        return _packed(problem, likely, t, clusters)
     heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, cluster_keys(problem, t))
     together, *others = _orders(problem, t, shares, clusters)
     if problem.block_mask is not None and not problem.deterministic:
@@ -154,10 +159,10 @@ def _orders(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: i
     return (1,)
 
 
-def ordered(problem: AttentionProblem, t: BackwardTile) -> bool:
+def ordered(problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile) -> bool:
     """Whether key tiles of packed sequences are listed before. (Those that add in turn do so in the order of places.)
     One thread block does it, beside others that read O: it must not take longer than they do."""
-    likely, keys = as_dense(problem), cluster_keys(problem, t)
+    keys = cluster_keys(problem, t)
     if problem.rows_q is None or problem.rows_k is None or problem.deterministic or problem.block_mask is not None:
         return False
     if even(problem, likely) and ceil(likely.seq_k, keys) < LISTED_TILES:
@@ -173,10 +178,10 @@ def by_visits(problem: AttentionProblem, together: int) -> bool:
     return heads * (6 * problem.dim + 2 * problem.dim_v) <= LISTED_CACHE
 
 
-def _packed(problem: AttentionProblem, t: BackwardTile, clusters: int) -> tuple[int, int]:
+def _packed(problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile, clusters: int) -> tuple[int, int]:
     """The same of packed sequences, all of which are one head's: they pass one after the other, so that what of few
     heads is under work is in the cache, whatever their lengths. Sums of dQ are of all of them."""
-    heads, likely = problem.heads_k, as_dense(problem)
+    heads = problem.heads_k
     # The first tile of a long sequence takes long: another head's are beside it. That none is long a hint says.
     together = 1 if problem.max_seqlen_q is not None and likely.seq_q <= LONG else 2
     if problem.deterministic and problem.right is None:  # some steps apart, as above

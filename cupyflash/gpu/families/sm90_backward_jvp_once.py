@@ -104,7 +104,7 @@ def _dealt_out(problem: AttentionProblem, t: OnceTile, arch: Arch) -> tuple[int,
     would wait for it, and where there are none."""
     if 0 in (problem.batch, problem.heads_k, problem.seq_q, problem.seq_k):
         return None
-    together, resident = cost.dealt_out(problem, t, 1, arch.sms)
+    together, resident = cost.dealt_out(problem, problem, t, 1, arch.sms)
     heads, each = problem.batch * problem.heads_k, 4 * _columns(problem, t)[0]  # bytes of a query's sums
     most = (ROOM * ITEMSIZE[problem.dtype] * problem.dim - 4 * NUMBERS) * heads // each
     if resident <= most:

@@ -166,7 +166,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
-    ordered = dynamic and parts == 1 and cost.ordered(problem, span, pack, tiles / grid)
+    ordered = dynamic and parts == 1 and cost.ordered(problem, likely, span, pack, tiles / grid)
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
     wide = max(dim, dim_v) == 128 and t.warpgroups > 1
     long = not problem.ragged and problem.seq_k > LONG_KEYS

@@ -7,7 +7,7 @@ from ..device import Arch
 from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
-from .likely import as_dense, even
+from .likely import even
 from .sm90_forward_tiles import NARROW, PACKED, PACKS, SMALL, TWO_BLOCKS, ForwardTile, busy, choices, pack_of, tiles_of
 from .sm90_memory import padded, paired, value_parts
 
@@ -88,7 +88,7 @@ def longest_q(problem: AttentionProblem) -> int:
     return problem.seq_q if most is None else min(problem.seq_q, most)
 
 
-def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> bool:
+def ordered(problem: AttentionProblem, likely: AttentionProblem, span: int, pack: int, each: float) -> bool:
     """Whether tiles of packed sequences, `span` queries each and so many of each thread block, are listed by their keys
     before the forward: where sequences have tiles of very different lengths, or so few each that looking for them costs
     more than a list. Few are a tile in the mean, or without the longest, where a hint says how long that is. (Long
@@ -96,7 +96,7 @@ def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> boo
     if problem.rows_q is None or problem.block_mask is not None or each < LISTED_TILES:
         return False
     few = problem.rows_q <= problem.batch * span
-    if problem.max_seqlen_q is not None and not even(problem, as_dense(problem)):  # of few, the hint may be above all
+    if problem.max_seqlen_q is not None and not even(problem, likely):  # of few, the hint may be above all
         few |= problem.rows_q - problem.max_seqlen_q <= (problem.batch - 1) * span
     return pack > 1 or few
 

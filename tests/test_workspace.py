@@ -1,0 +1,66 @@
+"""Memory beyond inputs and results, of any pass, dtype and length: 4 times q's bytes, where that is much. No GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from kernel_cover import moving, problem
+
+from cupyflash.gpu import portions
+from cupyflash.gpu.device import Arch
+from cupyflash.gpu.families import sm90_backward_cost
+from cupyflash.gpu.kernel_plan import LITTLE, KernelPlan
+from cupyflash.gpu.plan import plan
+from cupyflash.passes import BACKWARD, PASSES, Pass
+from cupyflash.problem import ITEMSIZE
+
+H200, A100, L40 = (Arch.of(x) for x in ("sm_90a", "sm_80", "sm_89"))
+SIZES = ((1, 1, 1), (1, 2, 2), (1, 12, 12), (2, 16, 16), (64, 8, 8), (1, 8, 1), (2, 32, 4))  # batch, heads of q and k
+MOST, FEW = 4.2, 2.2  # times q's bytes: of all, and beside what may be LITTLE; sums of dQ and numbers of queries
+
+
+def made(
+    of: Pass, dtype: str, dim: int, shape: tuple[int, int, int], seq: int, arch: Arch, **fields: Any
+) -> KernelPlan:
+    batch, heads_q, heads_k = shape
+    sizes = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k, "seq_q": seq, "seq_k": seq, "diagonal": 0}
+    asked = problem(dtype, dim, **sizes, **fields)
+    return plan(moving(asked, ("q", "k", "v")) if of.moved else asked, arch, of)
+
+
+def taken(plan: KernelPlan) -> int:
+    return sum(x.nbytes for x in plan.workspace)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("of", PASSES.values(), ids=str)
+@pytest.mark.parametrize("arch", [H200, A100, L40], ids=lambda x: x.name)
+def test_memory_of_any_length(of: Pass, dtype: str, arch: Arch) -> None:
+    """Float32 more where portions would lose time, and of one head of k, which cannot be divided, 8 times at most."""
+    for dim, shape, seq in itertools.product((32, 64, 96, 128, 192, 256), SIZES, (128, 1024, 3000, 4096, 16384)):
+        for fields in ({}, {"right": 0}):
+            here = taken(made(of, dtype, dim, shape, seq, arch, **fields))
+            q = shape[0] * shape[1] * seq * dim * ITEMSIZE[dtype]
+            times, more = MOST, 0
+            if dtype == "float32":
+                times, more = MOST + 4 * (shape[0] * shape[2] == 1), portions.MUCH
+            assert here <= max(times * q + more, FEW * q + LITTLE), (dim, shape, seq, fields, here / q)
+
+
+def test_sums_of_shares_take_twice_what_q_does_or_little() -> None:
+    """Few heads whose queries are dealt out: 8 and 16 MB stay, of 96 60 are left, of 289 none."""
+
+    def found(dim: int, shape: tuple[int, int, int], seq: int, **fields: Any) -> tuple[int, int]:
+        chosen = made(BACKWARD, "bfloat16", dim, shape, seq, H200, **fields)
+        sums = next(x.nbytes for x in chosen.workspace if x.name == "share_sums")
+        return dict(chosen.scalars)["shares"], sums >> 20
+
+    assert found(64, (1, 1, 1), 4096) == (4, 8) and found(128, (1, 1, 1), 2048) == (8, 16)
+    assert found(128, (1, 32, 4), 3000, right=0) == (5, 60) and found(192, (1, 4, 4), 16384) == (1, 0)
+
+
+def test_without_room_there_are_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90_backward_cost, "allowed", lambda *_: 0)
+    assert dict(made(BACKWARD, "bfloat16", 64, (1, 1, 1), 4096, H200).scalars)["shares"] == 1
