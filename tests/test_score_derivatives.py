@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from test_score_functions import UNARY
 
+from cupyflash import attention, attention_backward_jvp, attention_jvp
 from cupyflash.cpu.score import compute
-from cupyflash.score import Score, tanh, trace, where
+from cupyflash.score import Score, absolute, maximum, tanh, trace, where
 from cupyflash.score.derivative import moved, reads, slope
 from cupyflash.score.graph import Node
 
@@ -70,3 +71,24 @@ def test_what_does_not_move_is_not_computed() -> None:
     nodes, tangent, bend = moved(score, ("s",))
     assert [node.op for node in nodes] == ["ts"] and tangent == 0 and bend is None
     assert moved(score, ("score_arrays['y']",)) == ((), None, None)
+
+
+def test_at_corners_second_derivatives_are_those_of_the_branch(rng: np.random.Generator) -> None:
+    """0 of maxima and absolute values, and what `where` chooses: as a smooth function with the same slope."""
+    q, k, v, tq, dout = rng.standard_normal((5, 1, 5, 2, 4))
+    q[:, ::2] = 0  # every other query's products are 0
+
+    def bent(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return maximum(s, 0) + absolute(s) + where(s < 0, 5 * s * s - s, s * s + s)
+
+    def smooth(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:  # the same where s is 0, but for corners
+        return 1.5 * s + s * s
+
+    found = []
+    for score in (bent, smooth):
+        out, lse = attention(q, k, v, score=score, return_lse=True)
+        given = (q, k, v, out, lse)
+        jvp = attention_jvp({"q": tq}, *given, score=score)
+        found.append([x[:, ::2] for x in (jvp[0], attention_backward_jvp({"q": tq}, dout, *given, score=score).dq)])
+    for x, y in zip(*found):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
