@@ -25,6 +25,9 @@ struct Head : Sequence {
     __device__ static Head of_packed_q(const Params& p, const Packed& at, int q) {
         return {Sequence::of<true>(p, at.n, at.rows), q, q / group_of(p)};
     }
+    __device__ static Head of_packed_q(const Params& p, const Packed& at, Range keys, int q) {
+        return {Sequence::of<true>(p, at.n, at.rows, keys), q, q / group_of(p)};
+    }
     __device__ static Head of_packed_k(const Params& p, const Packed& at, int k) {
         return {Sequence::of<false>(p, at.n, at.rows), k * group_of(p), k};
     }

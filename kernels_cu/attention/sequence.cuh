@@ -54,6 +54,30 @@ __device__ Packed find_packed(const Offset* offsets, int count, int rows, F star
     }
     return at;
 }
+// The same by a warp, of whose lanes each looks at a sequence at a time. (Between offsets that decrease others begin
+// than above: who asks so asks for all.)
+template <class Offset, class F>
+__device__ Packed find_packed_by_warp(const Offset* offsets, int count, int rows, F starts) {
+    Packed at{0, {0, rows}};
+    int last = count, lane = threadIdx.x % 32;
+    while (at.n < last) {
+        int each = tiles_in(last - at.n, 32), n = min(last, at.n + (lane + 1) * each);
+        long long offset = offsets[n];
+        int begin = offset < at.rows.begin ? at.rows.begin : offset > at.rows.end ? at.rows.end : int(offset);
+        if (__any_sync(~0u, begin < __shfl_sync(~0u, begin, max(0, lane - 1)))) {
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2)
+                begin = max(begin, __shfl_sync(~0u, begin, max(0, lane - step)));
+        }
+        int begun = __popc(__ballot_sync(~0u, starts(n, begin)));  // of lanes from the first on
+        int before = max(0, begun - 1), after = min(31, begun);
+        int own_n = __shfl_sync(~0u, n, before), own_begin = __shfl_sync(~0u, begin, before);
+        int next_n = __shfl_sync(~0u, n, after), next_begin = __shfl_sync(~0u, begin, after);
+        if (begun > 0) at.n = own_n, at.rows.begin = own_begin;
+        if (begun < 32) last = next_n - 1, at.rows.end = next_begin;
+    }
+    return at;
+}
 template <class F>
 __device__ Packed find_queries(const Params& p, F starts) {
     return find_packed(p.cu_seqlens_q, p.batch, p.rows_q, starts);
@@ -107,12 +131,27 @@ struct Sequence : Lengths<RAGGED> {
     // and so is what arrays over pairs are too small for.
     template <bool OF_QUERIES>
     __device__ static Sequence of(const Params& p, int n, Range own) {
-        Range q = OF_QUERIES ? own : rows_of_queries(p, n), k = OF_QUERIES ? rows_of_keys(p, n) : own;
+        return of<OF_QUERIES>(p, n, OF_QUERIES ? own : rows_of_queries(p, n), OF_QUERIES ? rows_of_keys(p, n) : own);
+    }
+    template <bool OF_QUERIES>
+    __device__ static Sequence of(const Params& p, int n, Range q, Range k) {
         if (n == p.batch || q.end - q.begin > p.seq_q || k.end - k.begin > p.seq_k) {
             Range& others = OF_QUERIES ? k : q;
             others.end = others.begin;
         }
         return {Lengths<RAGGED>::of(n, q, k), min(n, p.batch - 1)};
+    }
+
+    // Keys of number n as their offsets say, without a search: for who asks of nobody else whose they are. (Between
+    // offsets that decrease some are of two sequences.)
+    __device__ static Range said_keys(const Params& p, int n) {
+        if constexpr (!config::PACKED_K) return rows_of_keys(p, n);
+        auto offset = [&](int m, int least) {
+            long long x = m <= p.batch ? p.cu_seqlens_k[m] : p.rows_k;
+            return x < least ? least : x > p.rows_k ? p.rows_k : int(x);
+        };
+        int begin = offset(n, 0);
+        return {begin, offset(n + 1, begin)};
     }
 
     // Whether it is what is left behind packed sequences.

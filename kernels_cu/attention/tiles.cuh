@@ -57,8 +57,19 @@ struct QueryTiles {
     // What has a place of packed sequences.
     __device__ static HeadTile placed(const Params& p, int place, int head) {
         Packed at = find_queries(p, [=](int n, int begin) { return begin / SIZE + n <= place; });
+        return {Head::of_packed_q(p, at, head), tile_at(at, place)};
+    }
+    // The same by a warp that asks for all places.
+    __device__ static HeadTile placed_by_warp(const Params& p, int place, int head) {
+        Packed at = find_packed_by_warp(p.cu_seqlens_q, p.batch, p.rows_q,
+                                        [=](int n, int begin) { return begin / SIZE + n <= place; });
+        return {Head::of_packed_q(p, at, Sequence::said_keys(p, at.n), head), tile_at(at, place)};
+    }
+
+   private:
+    __device__ static int tile_at(const Packed& at, int place) {
         int tile = place - (at.rows.begin / SIZE + at.n);
-        return {Head::of_packed_q(p, at, head), tile < tiles_in(at.rows.end - at.rows.begin, SIZE) ? tile : -1};
+        return tile < tiles_in(at.rows.end - at.rows.begin, SIZE) ? tile : -1;
     }
 };
 template <int COUNT>

@@ -92,8 +92,9 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>
         }
     }
     __device__ int total() const { return Whole::total() * V_PARTS * (SHARES ? p.shares : 1); }  // (not BY_LENGTH)
+    template <bool BY_WARP = false>
     __device__ Tile tile(int number) const {
-        if constexpr (!SHARES && V_PARTS == 1) return of_head(number);
+        if constexpr (!SHARES && V_PARTS == 1) return of_head<BY_WARP>(number);
         int of_part = number / V_PARTS, shares = SHARES ? p.shares : 1;
         Tile tile = of_head(of_part / shares);
         tile.part = number % V_PARTS;
@@ -102,6 +103,7 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>
     }
 
    private:
+    template <bool BY_WARP = false>
     __device__ Tile of_head(int number) const {
         if constexpr (ORDERED) {
             TileIndex at = this->index(number);
@@ -109,7 +111,7 @@ struct TileSchedule : PackSchedule<HEAD_ROWS, PACK, 1, walk::GROWING || ORDERED>
             auto tile = ListedTile::at(p, 1 + at.tile, heads.q, heads.k);
             return {tile.head, tile.head.template query_tile<HEAD_ROWS>(p, tile.number)};
         } else {
-            return Whole::tile(number);
+            return Whole::template tile<BY_WARP>(number);
         }
     }
 };

@@ -49,7 +49,7 @@ constexpr bool EARLY = ROOMY && Q_STAGES > 1 && !SHARES;
 constexpr bool TELL = (ROOMY || PACKED_Q) && !SHARES && V_PARTS == 1;
 constexpr bool TELL_LENGTHS = (TELL || BY_LENGTH) && RAGGED;  // which it has looked up
 
-// Whether a thread beside the producer (the scheduler) takes tiles: to search the offsets of packed sequences, and to
+// Whether a warp beside the producer (the scheduler) takes tiles: to search the offsets of packed sequences, and to
 // pass over places of no tile, takes as long as a key tile or two.
 constexpr bool SCHEDULED = TELL && PACKED_Q;
 
@@ -251,34 +251,41 @@ struct Shared {
     }
 };
 
-// The scheduler, one thread.
+// The scheduler, a warp.
 __device__ inline void schedule_tiles(const Params& p, Shared& s) {
     TileSchedule schedule(p);
     Tickets tickets{p.counters};
     int total = schedule.total(), number = blockIdx.x;
+    bool first = threadIdx.x % 32 == 0;
     auto take = [&] {
         int ticket = number;
         if (p.counters != nullptr) {
-            ticket = tickets.take(number < gridDim.x);
-            tickets.settle(ticket, total - 1);
+            if (first) {
+                ticket = tickets.take(number < gridDim.x);
+                tickets.settle(ticket, total - 1);
+            }
+            ticket = __shfl_sync(~0u, ticket, 0);
         }
         number = gridDim.x + ticket;
     };
     while (true) {
         Tile tile{};
         for (; number < total; take()) {
-            tile = schedule.tile(number);
+            tile = schedule.tile<true>(number);
             if (!tile.none()) break;
         }
         bool more = number < total;
-        if (more)
-            s.store_tile(p, s.base + s.NEXT_NOTE, tile);
-        else
-            store_shared(s.base + s.NEXT_NOTE, unsigned(-1));
-        mbarrier_arrive(s.next.full());
+        if (first) {
+            if (more)
+                s.store_tile(p, s.base + s.NEXT_NOTE, tile);
+            else
+                store_shared(s.base + s.NEXT_NOTE, unsigned(-1));
+            mbarrier_arrive(s.next.full());
+        }
         s.next.advance();
         if (!more) break;
-        s.next.wait_empty();  // not before: blocks that had little to do so far ask first
+        if (first) s.next.wait_empty();  // not before: blocks that had little to do so far ask first
+        __syncwarp();
         take();
     }
 }
@@ -431,6 +438,6 @@ template <class Maps>
 __device__ void produce(const Params& p, const Maps& maps, Shared& s) {
     if (threadIdx.x < LOADERS)
         load(p, maps, s);
-    else if (SCHEDULED && threadIdx.x == 32)
+    else if (SCHEDULED && threadIdx.x / 32 == 1)
         schedule_tiles(p, s);
 }

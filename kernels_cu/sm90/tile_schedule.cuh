@@ -68,12 +68,19 @@ struct PackSchedule : Schedule<QueryTiles<ROWS>, QUERY_ORDER, IN_ROUNDS> {
         int pack = number % heads, k = pack / packs;
         return {PACK > 1 ? k * group_of(this->p) + pack % packs * PACK : pack, k};
     }
-    __device__ Tile tile(int number) const { return tile(index(number)); }
+    // (BY_WARP: by one that asks for all.)
+    template <bool BY_WARP = false>
+    __device__ Tile tile(int number) const {
+        return tile<BY_WARP>(index(number));
+    }
+    template <bool BY_WARP = false>
     __device__ Tile tile(TileIndex at) const {
         const Params& p = this->p;
         auto [head_q, head_k] = heads_of(at.head);
         if constexpr (config::PACKED_Q) {
-            HeadTile found = this->ordered(QueryTiles<ROWS>::placed(p, at.tile, head_q));
+            using Tiles = QueryTiles<ROWS>;
+            HeadTile found = this->ordered(BY_WARP ? Tiles::placed_by_warp(p, at.tile, head_q)
+                                                   : Tiles::placed(p, at.tile, head_q));
             if (found.none()) return {};
             return {found.head, found.head.template query_tile<ROWS>(p, found.number)};
         } else {

@@ -35,6 +35,7 @@ def even(problem: AttentionProblem, likely: AttentionProblem) -> bool:
 
 
 def _length(hint: int | None, most: int, packed: int | None, batch: int) -> int:
-    if hint is not None:
-        return min(most, hint)
-    return most if packed is None else min(most, ceil(packed, max(1, batch)))
+    mean = None if packed is None else min(most, ceil(packed, max(1, batch)))
+    if hint is not None:  # a power of two, so that a mean above its half says more
+        return mean if mean is not None and hint < 2 * mean else min(most, hint)
+    return most if mean is None else mean
