@@ -8,9 +8,13 @@ from ...problem import ARRAY_RULES, AttentionProblem
 from ..kernel_plan import ceil
 
 
+BRIEF = 512  # packed sequences that no hint says are longer take the tiles of the mean
+
+
 def as_dense(problem: AttentionProblem) -> AttentionProblem:
-    """A problem like this one whose lengths are those of shapes: each the one that is hinted at, else the mean of what
-    is packed, else the most. Only what costs time may follow from it."""
+    """A problem like this one whose lengths are those of shapes: of what is packed the mean, or a hint that is far
+    above it, where a few long sequences decide; else the one that is hinted at, or the most. Only what costs time may
+    follow from it."""
     if not problem.ragged:
         return problem
     seq_q = _length(problem.max_seqlen_q, problem.seq_q, problem.rows_q, problem.batch)
@@ -25,17 +29,17 @@ def as_dense(problem: AttentionProblem) -> AttentionProblem:
     )  # fmt: skip
 
 
-def even(problem: AttentionProblem, likely: AttentionProblem) -> bool:
-    """Whether packed sequences are about as long as each other, and so each as `likely` says: a hint tells, else rows
-    that are shared out evenly."""
-    rows_q, batch = problem.rows_q, problem.batch
+def even(problem: AttentionProblem) -> bool:
+    """Whether packed sequences are about as long as each other: a hint, which is a power of two, tells, else rows that
+    are shared out evenly."""
+    rows_q, batch = problem.rows_q, max(1, problem.batch)
     if rows_q is None:
         return False
-    return rows_q % max(1, batch) == 0 if problem.max_seqlen_q is None else 2 * likely.batch > batch
+    return rows_q % batch == 0 if problem.max_seqlen_q is None else problem.max_seqlen_q < 2 * ceil(rows_q, batch)
 
 
 def _length(hint: int | None, most: int, packed: int | None, batch: int) -> int:
     mean = None if packed is None else min(most, ceil(packed, max(1, batch)))
-    if hint is not None:  # a power of two, so that a mean above its half says more
-        return mean if mean is not None and hint < 2 * mean else min(most, hint)
-    return most if mean is None else mean
+    if hint is None or mean is not None and hint <= max(BRIEF, 2 * mean - 1):
+        return most if mean is None else mean
+    return min(most, hint)

@@ -165,7 +165,7 @@ def ordered(problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile
     keys = cluster_keys(problem, t)
     if problem.rows_q is None or problem.rows_k is None or problem.deterministic or problem.block_mask is not None:
         return False
-    if even(problem, likely) and ceil(likely.seq_k, keys) < LISTED_TILES:
+    if even(problem) and ceil(likely.seq_k, keys) < LISTED_TILES:
         return False
     found = 2 * places(problem, problem.rows_k, keys) + places(problem, problem.rows_q, t.rows)
     return problem.heads_q * problem.rows_q * problem.dim_v >= PLACE_VALUES * found

@@ -123,7 +123,7 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Fo
     packs = [mixed if mixed > 1 else pack_of(likely, t) if packed else 1 for t in rows]
     tried = [(t, pack) for t, pack in zip(rows, packs) if not packed or pack > 1]
     if not tile and not (short and dim <= SHORT[0].dim):
-        tried = [*cost.by_seconds(likely if even(problem, likely) else problem, arch), *tried]
+        tried = [*cost.by_seconds(likely if even(problem) else problem, arch), *tried]
     sum_keys = SUM_KEYS if eight and 2 * problem.seq_k > 3 * SUM_KEYS else 0
     # Q tiles in flight: 2 where there is room, so that the next tile's comes early. And what shared memory has the
     # output to leave through? All of it leaves in boxes of one head, and of 16-bit numbers. (Beside two of Q strips
@@ -166,7 +166,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         share_tiles, parts = shares.by_length(problem, likely, t.keys, parts)
     grid = min(tiles * parts, t.blocks * arch.sms)
     dynamic = not alike and tiles * parts > grid
-    ordered = dynamic and parts == 1 and cost.ordered(problem, likely, span, pack, tiles / grid)
+    ordered = dynamic and parts == 1 and cost.ordered(problem, span, pack, tiles / grid)
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
     wide = max(dim, dim_v) == 128 and t.warpgroups > 1
     long = not problem.ragged and problem.seq_k > LONG_KEYS

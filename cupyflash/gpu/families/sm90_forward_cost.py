@@ -88,7 +88,7 @@ def longest_q(problem: AttentionProblem) -> int:
     return problem.seq_q if most is None else min(problem.seq_q, most)
 
 
-def ordered(problem: AttentionProblem, likely: AttentionProblem, span: int, pack: int, each: float) -> bool:
+def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> bool:
     """Whether tiles of packed sequences, `span` queries each and so many of each thread block, are listed by their keys
     before the forward: where sequences have tiles of very different lengths, or so few each that looking for them costs
     more than a list. Few are a tile in the mean, or without the longest, where a hint says how long that is. (Long
@@ -96,7 +96,7 @@ def ordered(problem: AttentionProblem, likely: AttentionProblem, span: int, pack
     if problem.rows_q is None or problem.block_mask is not None or each < LISTED_TILES:
         return False
     few = problem.rows_q <= problem.batch * span
-    if problem.max_seqlen_q is not None and not even(problem, likely):  # of few, the hint may be above all
+    if problem.max_seqlen_q is not None and not even(problem):  # of few, the hint may be above all
         few |= problem.rows_q - problem.max_seqlen_q <= (problem.batch - 1) * span
     return pack > 1 or few
 
