@@ -56,17 +56,24 @@ struct QueryTiles {
     }
     // What has a place of packed sequences.
     __device__ static HeadTile placed(const Params& p, int place, int head) {
-        Packed at = find_queries(p, [=](int n, int begin) { return begin / SIZE + n <= place; });
+        Packed at = find_queries(p, begins_by(place));
         return {Head::of_packed_q(p, at, head), tile_at(at, place)};
     }
-    // The same by a warp that asks for all places.
+    // The same for who asks for all places, and of nothing but these whose keys are whose.
+    __device__ static HeadTile placed_of_all(const Params& p, int place, int head) {
+        return with_said_keys(p, find_queries(p, begins_by(place)), place, head);
+    }
     __device__ static HeadTile placed_by_warp(const Params& p, int place, int head) {
-        Packed at = find_packed_by_warp(p.cu_seqlens_q, p.batch, p.rows_q,
-                                        [=](int n, int begin) { return begin / SIZE + n <= place; });
-        return {Head::of_packed_q(p, at, Sequence::said_keys(p, at.n), head), tile_at(at, place)};
+        return with_said_keys(p, find_packed_by_warp(p.cu_seqlens_q, p.batch, p.rows_q, begins_by(place)), place, head);
     }
 
    private:
+    __device__ static auto begins_by(int place) {
+        return [=](int n, int begin) { return begin / SIZE + n <= place; };
+    }
+    __device__ static HeadTile with_said_keys(const Params& p, const Packed& at, int place, int head) {
+        return {Head::of_packed_q(p, at, Sequence::said_keys(p, at.n), head), tile_at(at, place)};
+    }
     __device__ static int tile_at(const Packed& at, int place) {
         int tile = place - (at.rows.begin / SIZE + at.n);
         return tile < tiles_in(at.rows.end - at.rows.begin, SIZE) ? tile : -1;

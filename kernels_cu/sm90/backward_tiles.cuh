@@ -347,9 +347,10 @@ __device__ inline int line_of_queries(const Params& p, int place) {
     return 1 + KeyTiles<CLUSTER_KEYS>::of_head(p) + place;
 }
 __device__ inline void list_tiles(const Params& p) {
-    order_tiles<KeyTiles<CLUSTER_KEYS>, 128, BY_VISITS, false>(p, [&](const Head& head, int tile) {
-        return Queries(p, head, head.key_tile<CLUSTER_KEYS>(p, tile)).extent();
-    });
+    using Tiles = KeyTiles<CLUSTER_KEYS>;
+    order_tiles<Tiles, 128, BY_VISITS, false>(
+        p, [&](int place) { return Tiles::placed(p, place, 0); },
+        [&](const Head& head, int tile) { return Queries(p, head, head.key_tile<CLUSTER_KEYS>(p, tile)).extent(); });
     for (int place = threadIdx.x; place < QueryTiles<ROWS>::of_head(p); place += 128) {
         HeadTile at = QueryTiles<ROWS>::placed(p, place, 0);
         ListedTile{at.head, at.number, {0, 0}}.store(p, line_of_queries(p, place));

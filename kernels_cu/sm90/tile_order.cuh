@@ -80,29 +80,32 @@ __device__ unsigned lanes_alike(int number, bool any) {
 }
 
 // Behind that line. Each warp has a stretch of places. Tiles of a class (BY_VISITS, else all) come in the order of
-// these, or (FROM_LAST) the other way round, so that neighbours read the same of the other side. visits(head, number):
-// of a tile.
-template <class Tiles, int THREADS, bool BY_VISITS, bool FROM_LAST, class F>
-__device__ void order_tiles(const Params& p, F visits) {
+// these, or (FROM_LAST) the other way round, so that neighbours read the same of the other side. placed(place): the tile
+// of head 0 there; visits(head, number): of a tile.
+template <class Tiles, int THREADS, bool BY_VISITS, bool FROM_LAST, class Placed, class F>
+__device__ void order_tiles(const Params& p, Placed placed, F visits) {
     constexpr int CLASSES = ListedTile::CLASSES, WARPS = THREADS / 32;
     __shared__ int before[CLASSES];        // tiles of higher classes
     __shared__ int next[WARPS * CLASSES];  // lines
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int* own = next + warp * CLASSES;
-    auto for_each = [&](auto visit) {
-        int places = Tiles::of_head(p), each = 32 * tiles_in(places, THREADS);
+    int places = Tiles::of_head(p), each = 32 * tiles_in(places, THREADS);
+    ListedTile tile{};  // looked for again where a thread has more than one place
+    auto for_each = [&](bool again, auto visit) {
         for (int first = warp * each; first < min(places, (warp + 1) * each); first += 32) {
-            int place = min(places - 1, first + lane);
-            HeadTile found = Tiles::placed(p, FROM_LAST ? places - 1 - place : place, 0);
-            ListedTile tile{found.head, found.number, {0, 0}};
-            bool any = first + lane < places && !found.none();
-            if (any) tile.visits = visits(tile.head, tile.number);
-            visit(tile, any, BY_VISITS ? tile.size_class() : 0);
+            if (!again || each > 32) {
+                int place = min(places - 1, first + lane);
+                HeadTile found = placed(FROM_LAST ? places - 1 - place : place);
+                tile = {found.head, found.number, {0, 0}};
+                if (first + lane >= places) tile.number = -1;
+                if (tile.number >= 0) tile.visits = visits(tile.head, tile.number);
+            }
+            visit(tile, tile.number >= 0, BY_VISITS ? tile.size_class() : 0);
         }
     };
     for (int n = lane; n < CLASSES; n += 32) own[n] = 0;
     __syncwarp();
-    for_each([&](const ListedTile&, bool any, int of) {
+    for_each(false, [&](const ListedTile&, bool any, int of) {
         if (any) atomicAdd(&own[of], 1);
     });
     __syncthreads();
@@ -138,7 +141,7 @@ __device__ void order_tiles(const Params& p, F visits) {
         }
     }
     __syncthreads();
-    for_each([&](const ListedTile& tile, bool any, int of) {
+    for_each(true, [&](const ListedTile& tile, bool any, int of) {
         unsigned alike = lanes_alike<8>(of, any);
         int line = own[of];
         __syncwarp();
