@@ -8,7 +8,7 @@ from ...problem import ARRAY_RULES, AttentionProblem
 from ..kernel_plan import ceil
 
 
-BRIEF = 512  # packed sequences that no hint says are longer take the tiles of the mean
+BRIEF = 512  # packed queries on packed keys that no hint says are longer are as long as their mean
 
 
 def as_dense(problem: AttentionProblem) -> AttentionProblem:
@@ -17,8 +17,9 @@ def as_dense(problem: AttentionProblem) -> AttentionProblem:
     follow from it."""
     if not problem.ragged:
         return problem
-    seq_q = _length(problem.max_seqlen_q, problem.seq_q, problem.rows_q, problem.batch)
-    seq_k = _length(problem.max_seqlen_k, problem.seq_k, problem.rows_k, problem.batch)
+    brief = BRIEF if problem.rows_q is not None and problem.rows_k is not None else 0
+    seq_q = _length(problem.max_seqlen_q, problem.seq_q, problem.rows_q, problem.batch, brief)
+    seq_k = _length(problem.max_seqlen_k, problem.seq_k, problem.rows_k, problem.batch, brief)
     batch = problem.batch
     if problem.rows_q is not None:  # no more rows than there are
         batch = max(1, min(batch, ceil(problem.rows_q, max(1, seq_q))))
@@ -38,8 +39,8 @@ def even(problem: AttentionProblem) -> bool:
     return rows_q % batch == 0 if problem.max_seqlen_q is None else problem.max_seqlen_q < 2 * ceil(rows_q, batch)
 
 
-def _length(hint: int | None, most: int, packed: int | None, batch: int) -> int:
+def _length(hint: int | None, most: int, packed: int | None, batch: int, brief: int) -> int:
     mean = None if packed is None else min(most, ceil(packed, max(1, batch)))
-    if hint is None or mean is not None and hint <= max(BRIEF, 2 * mean - 1):
+    if hint is None or mean is not None and hint <= max(brief, 2 * mean - 1):
         return most if mean is None else mean
     return min(most, hint)
