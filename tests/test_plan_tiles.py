@@ -118,7 +118,7 @@ def test_tiles_of_which_a_multiprocessor_has_two_where_few_rows_wait_for_keys() 
         ({"batch": 33}, 2),  # 63 each, most likely
         ({"batch": 33, "max_seqlen_q": 64}, 2),
         ({"batch": 33, "max_seqlen_q": 2048}, 4),  # but one has more than 1024
-        ({"batch": 16, "rows_q": 16000, "seq_q": 16000, "max_seqlen_q": 1024}, 1),  # 1000 each
+        ({"batch": 16, "rows_q": 16000, "seq_q": 16000, "max_seqlen_q": 1024}, 4),  # 1000 each: as dense ones
         ({"batch": 2, "heads_q": 8, "heads_k": 2}, 1),  # multiprocessors would be idle
         ({"batch": 2}, 1),  # ends of tiles are few
         ({"batch": 3}, 2),  # 693 each, most likely: as dense ones

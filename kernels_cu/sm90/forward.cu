@@ -464,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_turn(const __grid_co
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS) attention_order(const __grid_constant__ Params p) {
     let_next_kernel_start();
     if constexpr (ORDERED)
-        order_tiles<QueryTiles<HEAD_ROWS>, ORDER_THREADS, true, true>(
+        order_tiles<QueryTiles<HEAD_ROWS>, ORDER_THREADS, BY_VISITS, true>(
             p, [&](int place) { return QueryTiles<HEAD_ROWS>::placed_of_all(p, place, 0); },
             [&](const Head& head, int tile) { return Band{p, head}.keys_of(head.query_tile<HEAD_ROWS>(p, tile)); });
 }

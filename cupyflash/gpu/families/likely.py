@@ -7,7 +7,6 @@ from dataclasses import replace
 from ...problem import ARRAY_RULES, AttentionProblem
 from ..kernel_plan import ceil
 
-
 BRIEF = 512  # packed queries on packed keys that no hint says are longer are as long as their mean
 
 
@@ -41,6 +40,6 @@ def even(problem: AttentionProblem) -> bool:
 
 def _length(hint: int | None, most: int, packed: int | None, batch: int, brief: int) -> int:
     mean = None if packed is None else min(most, ceil(packed, max(1, batch)))
-    if hint is None or mean is not None and hint <= max(brief, 2 * mean - 1):
-        return most if mean is None else mean
-    return min(most, hint)
+    if mean is not None and (hint is None or hint <= max(brief, 2 * mean - 1)):
+        return mean if hint is None else min(mean, hint)
+    return most if hint is None else min(most, hint)

@@ -176,7 +176,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("DIM", dim), ("DIM_V", dim_v), dots(problem)[0], ("WARPGROUPS", t.warpgroups), ("BLOCKS", t.blocks),
         ("KEYS", t.keys), ("STAGES", t.stages), ("KEY_BOX", key_box), ("Q_STAGES", q_stages),
         ("OWN_Q", own_q), ("O_STAGED", output == STAGED), ("O_STRIPS", output == STRIPS),
-        ("PACK", pack), ("ORDERED", ordered), ("SHARES", parts > 1), ("SHARE_TILES", share_tiles),
+        ("PACK", pack), ("ORDERED", ordered), ("BY_VISITS", ordered and cost.by_visits(problem)),
+        ("SHARES", parts > 1), ("SHARE_TILES", share_tiles),
         ("V_PARTS", v_parts), ("LONE", lone), ("SHARED_MEMORY", size), *pairs.constants(),
         *features(problem), ("SUM_TILES", sum_keys // t.keys),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from ..device import Arch
 from ..kernel_plan import ceil, pad
 from ..measured import number
 from . import shares
-from .likely import even
+from .likely import BRIEF, even
 from .sm90_forward_tiles import NARROW, PACKED, PACKS, SMALL, TWO_BLOCKS, ForwardTile, busy, choices, pack_of, tiles_of
 from .sm90_memory import padded, paired, value_parts
 
@@ -99,6 +99,12 @@ def ordered(problem: AttentionProblem, span: int, pack: int, each: float) -> boo
     if problem.max_seqlen_q is not None and not even(problem):  # of few, the hint may be above all
         few |= problem.rows_q - problem.max_seqlen_q <= (problem.batch - 1) * span
     return pack > 1 or few
+
+
+def by_visits(problem: AttentionProblem) -> bool:
+    """Whether listed tiles start with those of most keys. Short packed sequences, which differ by few, come as they
+    lie."""
+    return problem.rows_k is None or min(problem.max_seqlen_k or problem.rows_k, problem.rows_k) > BRIEF
 
 
 def packed_tiles(problem: AttentionProblem, pack: int) -> int:
