@@ -80,8 +80,8 @@ __device__ unsigned lanes_alike(int number, bool any) {
 }
 
 // Behind that line. Each warp has a stretch of places. Tiles of a class (BY_VISITS, else all) come in the order of
-// these, or (FROM_LAST) the other way round, so that neighbours read the same of the other side. placed(place): the tile
-// of head 0 there; visits(head, number): of a tile.
+// these, or (FROM_LAST) the other way round, so that neighbours read the same of the other side. placed(place): the
+// tile of head 0 there; visits(head, number): of a tile.
 template <class Tiles, int THREADS, bool BY_VISITS, bool FROM_LAST, class Placed, class F>
 __device__ void order_tiles(const Params& p, Placed placed, F visits) {
     constexpr int CLASSES = ListedTile::CLASSES, WARPS = THREADS / 32;
