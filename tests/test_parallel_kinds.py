@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,8 @@ from reference import fresh_rng
 
 torch = pytest.importorskip("torch")
 
-from cupyflash import attention, merge, parallel
-from cupyflash.parallel import Rows, asked, calls, kinds, run
+from cupyflash import attention, attention_backward, dispatch, merge, parallel
+from cupyflash.parallel import Rows, asked, calls, kinds, parts, run
 from cupyflash.parallel.groups import Alone
 from cupyflash.parallel.kinds import kind_of
 
@@ -27,8 +29,9 @@ class Costly:
 
     eager, beside, window = False, True, None
 
-    def __init__(self, group: Any) -> None:
-        self._group, self.rank, self.size, self.known = group, group.rank, group.size, set()
+    def __init__(self, group: Any, known: set[Any] | None = None) -> None:
+        self._group, self.rank, self.size = group, group.rank, group.size
+        self.known = set() if known is None else known
         self.exchanged = self.gathered = 0
 
     def exchange(self, *x: Any) -> Any:
@@ -122,13 +125,13 @@ def test_what_equals_a_known_kind_is_refused_all_the_same(name: str, known: Any,
 def test_numbers_of_rows_are_given_as_kernels_take_them(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some of a rank's rows each call of a GPU would copy them."""
     seen: list[Any] = []
-    ran = run.Turn.run
+    ran = parts.Turn.run
 
-    def looked_at(self: Any, asked: Any, arrays: Any, targets: Any) -> Any:
+    def looked_at(self: Any, asked: Any, of_rows: Any, arrays: Any, targets: Any) -> Any:
         seen.extend((name, x.is_contiguous()) for name, x in arrays.items() if name in ("lse", "dlse"))
-        return ran(self, asked, arrays, targets)
+        return ran(self, asked, of_rows, arrays, targets)
 
-    monkeypatch.setattr(run.Turn, "run", looked_at)
+    monkeypatch.setattr(parts.Turn, "run", looked_at)
     q, k, v, dout = (torch.from_numpy(fresh_rng().standard_normal((2, 64, 2, 8))) for _ in range(4))
     out, lse = attention(q, k, v, causal=True, return_lse=True)
 
@@ -139,6 +142,68 @@ def test_numbers_of_rows_are_given_as_kernels_take_them(exchange: str, monkeypat
 
     parallel.simulated(2).run(work)
     assert {name for name, _ in seen} == {"lse", "dlse"} and all(beside for _, beside in seen)
+
+
+class Prepared:
+    """What a GPU keeps of a call: it has the addresses of arrays that lie as they did."""
+
+    runs: int = 0
+    there: bool = True  # nobody took its place
+
+    def __init__(self, call: Any) -> None:
+        self._like = {name: (x.shape, x.stride(), x.dtype) for name, x in call.arrays.items()}
+
+    def run(self, call: Any, addresses: list[int]) -> Any:
+        type(self).runs += 1
+        assert [*call.arrays] == [*self._like]
+        of = {name: self._at(at, *like) for at, (name, like) in zip(addresses, self._like.items())}
+        return dispatch.run(call.but(arrays=of))
+
+    @staticmethod
+    def _at(address: int, shape: Any, strides: Any, dtype: Any) -> Any:
+        size = (1 + sum((n - 1) * x for n, x in zip(shape, strides))) * dtype.itemsize
+        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).as_strided(shape, strides)
+
+    @classmethod
+    def kept(cls, call: Any) -> Callable[[], Any]:
+        found = cls(call)
+        return lambda: found if cls.there else None
+
+
+@pytest.mark.parametrize("how", [{"exchange": "keys"}, {"exchange": "heads"}, {"exchange": "keys", "groups": 2}])
+def test_calls_that_ran_twice_run_by_addresses(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other arrays that lie alike; not those at odd addresses, nor what is no longer kept."""
+    monkeypatch.setattr(dispatch, "kept", Prepared.kept)
+    monkeypatch.setattr(run, "_plain", lambda *_: True)
+    monkeypatch.setattr(Prepared, "runs", 0)
+    rng, size, ways = fresh_rng(), 2, ["first", "again", "ready", "odd", "gone", "ready"]
+    given = {"causal": True, "alibi_slopes": torch.from_numpy(rng.random(4))}
+    known: list[set[Any]] = [set() for _ in range(size)]
+    calls_of_both = 3 + 3 if how["exchange"] == "keys" else 2 + 2  # zigzag's last rank has one where the other has two
+    for way in ways:
+        q, k, v, dout = (torch.from_numpy(rng.standard_normal((1, 64, 4, 8))) for _ in range(4))
+        out, lse = attention(q, k, v, **given, return_lse=True)
+        want = [out, *attention_backward(dout, q, k, v, out, lse, **given, dlse=lse)]
+
+        def work(plain: Any, every: Any = (dout, q, k, v, out), norm: Any = lse, way: str = way) -> Any:
+            group = Costly(plain, known[plain.rank])
+            own = [ROWS.take(x, plain.rank) for x in every]
+            if way == "odd":
+                own = [torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape) for x in own]
+                assert all(x.data_ptr() % 16 for x in own)
+            norm = ROWS.take(norm, plain.rank, 2)
+            found = parallel.attention(*own[1:4], group, rows=ROWS, **given, **how)
+            return found, *parallel.attention_backward(*own, norm, group, rows=ROWS, dlse=norm, **given, **how)
+
+        before, Prepared.there = Prepared.runs, way != "gone"
+        found = parallel.simulated(size).run(work)
+        for n, x in enumerate(want):
+            torch.testing.assert_close(ROWS.join([some[n] for some in found]), x)
+        ran = Prepared.runs - before
+        if way == "ready":
+            assert ran == calls_of_both * how.get("groups", 1)
+        elif way != "odd":  # there what was received or packed lies as before
+            assert ran == 0
 
 
 @pytest.mark.parametrize("exchange", ["keys", "heads"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,6 +140,12 @@ def beside(x: Any) -> bool:
 def strides(x: Any) -> tuple[int, ...]:
     """Bytes of each axis."""
     return tuple(n * x.itemsize for n in x.stride()) if library(x) == "torch" else x.strides
+
+
+@functools.cache
+def lying(kind: str) -> Callable[[Any], tuple[int, ...]]:
+    """What says how an array of a library lies: its strides, as they are there."""
+    return functions(kind).Tensor.stride if kind == "torch" else operator.attrgetter("strides")
 
 
 def packed(x: Any) -> Any:

@@ -56,6 +56,7 @@ class Asked:
     mask: RowsMask | None = None
     wrt: tuple[str, ...] = ()
     reduce: bool = False
+    plain: bool = False  # whether nobody follows its calls, which are a GPU's
     said: dict[str, str] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)  # what is the same in all calls of this kind
 

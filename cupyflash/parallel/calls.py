@@ -81,7 +81,8 @@ def attention(
     asked = _agreed("attention", group, {"q": q, "k": k, "v": v}, plan, options, {"return_lse": return_lse})
     try:
         out = empty((*q.shape[:-1], v.shape[-1]), q)
-        lse = empty(_lse_shape(q, asked), q, wide(q))
+        b, s, h, _ = asked.operands["q"].shape
+        lse = empty((b, h, s)[4 - len(q.shape) :], q, wide(q))
         run.forward(asked, four(out, asked.layout), three(lse))
     except Exception as error:
         _note(error, asked)
@@ -132,8 +133,8 @@ def attention_backward(
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     asked = _agreed("attention_backward", group, operands, plan | {"reduce": reduce}, options, {}, wrt)
     try:
-        dq, dk, dv = (empty(tuple(x.shape), x) for x in (q, k, v))
-        found = run.backward(asked, *[four(x, asked.layout) for x in (dq, dk, dv)])
+        grads = dq, dk, dv = [empty(x.shape, x) for x in (q, k, v)]
+        found = run.backward(asked, *(grads if asked.operands["q"] is q else [four(x, asked.layout) for x in grads]))
     except Exception as error:
         _note(error, asked)
         raise
@@ -227,8 +228,3 @@ def _agreed(
     _prepare(ranks, operands["q"])
     keep(kind, ranks, asked, operands)
     return asked
-
-
-def _lse_shape(q: Any, asked: Asked) -> tuple[int, ...]:
-    b, s, h, _ = asked.operands["q"].shape
-    return (b, h, s)[4 - len(q.shape) :]

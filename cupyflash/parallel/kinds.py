@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import interop
 from ..problem import ARRAYS
@@ -17,20 +17,14 @@ from .masks import RowsMask
 _PLAIN = (str, int, float, bool, type(None))
 _ARRAYS = {row.name for row in ARRAYS if row.name != "seed"}
 _KEPT = 256
-_templates: OrderedDict[Kind, Asked] = OrderedDict()  # without their arrays and groups; operands taken as they are
+Kind = tuple[Any, ...]  # what is asked but for the values of arrays
+_templates: OrderedDict[Kind, _Template] = OrderedDict()
 
 
-class Kind:
-    """What is asked but for the values of arrays, hashed once."""
-
-    def __init__(self, *said: Any) -> None:
-        self._said, self._hash = said, hash(said)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kind) and self._said == other._said
+class _Template(NamedTuple):
+    asked: Asked  # without arrays and groups: another may have such a rank
+    agreed: object  # known to groups whose ranks agreed on such a call
+    views: tuple[str, ...]  # operands that are not taken as they are
 
 
 def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any], *more: Any) -> Kind | None:
@@ -40,17 +34,21 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
     It holds types, too: 1 is taken where True is refused.
     """
     try:
+        cls = type(operands["q"])
         lib: Any = interop.library("q", operands["q"])
         library, signature = interop.library, lib.signature
         key: list[Any] = [*more, *map(type, more)]
-        for x in ranks:  # what groups of heads follow from, too
-            if x.eager:
+        for of in ranks:  # what groups of heads follow from, too
+            if of.eager:
                 return None
-            key += x.rank, x.size, getattr(x, "window", None) is not None, getattr(x, "beside", True)
+            key += of.rank, of.size, getattr(of, "window", None) is not None, getattr(of, "beside", True)
         for name, x in operands.items():
-            if x is not None and library(name, x) is not lib:
+            if x is None:
+                key.append(None)
+            elif type(x) is cls or library(name, x) is lib:
+                key.append(signature(x))
+            else:
                 return None
-            key.append(None if x is None else signature(x))
         for name, x in sorted(options.items()):  # in whatever order a caller names them
             if type(x) in _PLAIN:
                 key += name, type(x), x
@@ -62,7 +60,9 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
                 key += name, signature(x)
             else:
                 return None
-        return Kind(*key)
+        kind = tuple(key)
+        hash(kind)
+        return kind
     except Exception:  # noqa: BLE001 - `check` says what is wrong
         return None
 
@@ -71,23 +71,26 @@ def recalled(
     kind: Kind | None, ranks: Sequence[Group], operands: dict[str, Any], options: dict[str, Any]
 ) -> Asked | None:
     """What `check` made of such a call, with these arrays and groups; None where it did not yet."""
-    if kind is None or (template := _templates.get(kind)) is None or not all(kind in x.known for x in ranks):
+    if kind is None or (found := _templates.get(kind)) is None:
         return None
-    try:
-        _templates.move_to_end(kind)
-    except KeyError:  # another thread's call dropped it
-        pass
-    given = iter(ranks)
-    return template.but(
-        team=template.team or next(given),
-        group=template.group or next(given),
+    asked, agreed, views = found
+    for of in ranks:
+        if agreed not in of.known:
+            return None
+    if len(_templates) > _KEPT // 2:  # else none is dropped so soon
+        try:
+            _templates.move_to_end(kind)
+        except KeyError:  # another thread's call dropped it
+            pass
+    given = {name: x for name, x in operands.items() if x is not None}
+    for name in views:
+        given[name] = three(given[name]) if name in ("lse", "dlse") else four(given[name], asked.layout)
+    return asked.but(
+        team=asked.team or ranks[0],
+        group=asked.group or ranks[-1],
         arrays={name: x for name, x in options.items() if name in _ARRAYS and x is not None},
         mask=options.get("block_mask"),
-        operands={
-            name: x if name in template.operands else three(x) if name in ("lse", "dlse") else four(x, template.layout)
-            for name, x in operands.items()
-            if x is not None
-        },
+        operands=given,
     )
 
 
@@ -95,11 +98,13 @@ def keep(kind: Kind | None, ranks: Sequence[Group], asked: Asked, operands: dict
     """Of a call that all ranks agreed on."""
     if kind is None:
         return
-    given: Any = None  # in place of groups: another may have such a rank
-    team, group = (x if isinstance(x, Alone) else given for x in (asked.team, asked.group))
-    as_given = {name: None for name, x in asked.operands.items() if x is operands[name]}
-    _templates[kind] = asked.but(operands=as_given, arrays={}, mask=None, team=team, group=group)
-    if len(_templates) > _KEPT:
-        _templates.popitem(last=False)
+    if (template := _templates.get(kind)) is None:
+        given: Any = None
+        team, group = (x if isinstance(x, Alone) else given for x in (asked.team, asked.group))
+        views = tuple(name for name, x in asked.operands.items() if x is not operands[name])
+        template = _Template(asked.but(operands={}, arrays={}, mask=None, team=team, group=group), object(), views)
+        _templates[kind] = template
+        if len(_templates) > _KEPT:
+            _templates.popitem(last=False)
     for x in ranks:
-        x.known.add(kind)
+        x.known.add(template.agreed)

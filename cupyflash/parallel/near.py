@@ -254,15 +254,12 @@ class NearHeads:
         self._window, self._rank, self._of, self._arrays, self._results = window, rank, of, arrays, results
         self.may = window.begin(of.size)
 
-    def there(self) -> dict[str, Any]:
-        """All rows of this rank's heads, as `attention` takes them."""
+    def there(self) -> list[dict[str, Any]]:
+        """All rows of this rank's heads, as `attention` takes them; and where results of these are to be written."""
         self._window.put(self._of.there, self._addresses(self._arrays))
         self._window.arrived()
-        return self._own(self._arrays, self._of.arrays)
-
-    def rooms(self) -> dict[str, Any]:
-        """Where results of these are to be written."""
-        return self._own(self._results, self._of.results)
+        found: list[dict[str, Any]] = self._window.kept(self._of, self._views)
+        return found
 
     def back(self) -> None:
         """Results of this rank's rows, of all heads, from who computed them."""
@@ -273,14 +270,12 @@ class NearHeads:
     def _addresses(self, xs: dict[str, Any]) -> list[int]:
         return [*self._window.places, *map(self._window.address, xs.values())]
 
-    def _own(self, xs: dict[str, Any], rooms: list[_Room]) -> dict[str, Any]:
-        array, rank = self._window.array, self._rank
-
-        def views() -> dict[str, Any]:
-            return {name: array(rank, begin, shape, x) for (name, x), (begin, shape) in zip(xs.items(), rooms)}
-
-        found: dict[str, Any] = self._window.kept((self._of, rooms is self._of.arrays), views)
-        return found
+    def _views(self) -> list[dict[str, Any]]:
+        array, every = self._window.array, ((self._arrays, self._of.arrays), (self._results, self._of.results))
+        return [
+            {name: array(self._rank, at, shape, x) for (name, x), (at, shape) in zip(xs.items(), rooms)}
+            for xs, rooms in every
+        ]
 
 
 _Room = tuple[int, tuple[int, ...]]  # byte of a window at which an array begins, and its shape

@@ -3,232 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .. import dispatch, interop
-from ..api import merge, trace_score
-from ..call import Arrays, Call
+from .. import interop
+from ..api import merge
+from ..call import Call
 from ..gradients import Gradients
 from ..namespaces import cast, namespace
-from ..passes import BACKWARD, FORWARD, PER_QUERY, Pass
-from ..problem import complete
-from .arrays import Cuts, Place, add_to, cut_up, cuts, empty, join_up, library, place, put, taken, wide, zeros
-from .asked import Asked, index, own_rows
+from ..passes import BACKWARD, FORWARD, Pass
+from .arrays import add_to, cut_up, empty, join_up, library, packed, put, taken, wide, zeros
+from .asked import Asked, own_rows
 from .near import NearHeads, NearKeys, handed
-from .rows import Rows, Span, cut, joined
-from .steps import Deal, Round, Step, deal, rounds
+from .parts import Part, Turn
+from .rows import Span, joined
+from .steps import Deal, deal
 from .transfers import ByHeads, FromHeads, Numbers, SentKeys, Sums, ToHeads, summed
 
 WINDOW = 1 << 30  # bytes that arrays of a group of heads may take
 
 
-class Turn(NamedTuple):
-    """A call of a round, as all calls of a kind make it."""
-
-    call: Call  # but for what it is given
-    step: Step
-    heads: Span  # of queries, among all
-    places: dict[str, tuple[slice, ...]]  # of its part of each optional array
-
-    def run(self, asked: Asked, arrays: Arrays, targets: Arrays) -> Any:
-        """With arrays of the pass, optional ones aside."""
-        options, score = self.call.options, self.call.options["score"]
-        arrays |= {name: asked.arrays[name][at] for name, at in self.places.items()}
-        if self.call.seed is None and (seed := asked.options["seed"]) is not None:
-            arrays["seed"] = seed
-        if score is not None:
-            arrays |= {key: asked.options["score_arrays"][x.name] for key, x in zip(score.keys, score.arrays)}
-        if asked.mask is not None and self.step.keys[1] > self.step.keys[0]:
-            options = options | {"block_mask": asked.mask.part(self.step.local, self.step.keys, self.heads)}
-        call = self.call.but(arrays=arrays, options=options, targets=targets)
-        return (call.lib.recorder(call) or dispatch.run)(call)
+def _by_heads(asked: Asked, xs: dict[str, Any]) -> list[ByHeads]:
+    of_q, of_k = _deals(asked)
+    group_of = asked.problem.group if asked.problem.heads_k else 1
+    return [
+        ByHeads(of_k, 1, x) if name in ("k", "v") else ByHeads(of_q, group_of, _of_rows(name, x))
+        for name, x in xs.items()
+    ]
 
 
-class Turns(NamedTuple):
-    """Those of a round."""
-
-    calls: list[Turn]
-    rows: Cuts  # of queries, (B, S, H, D), of the heads at a place
-    heads: Place | None
-    numbers: Cuts  # of those of them, (B, H, S)
-    of_numbers: Place | None
-    places: list[Place | None]  # of each call's numbers
-
-
-@dataclass
-class Part:
-    """What a rank has once heads are dealt out: rows of its team, and some heads."""
-
-    asked: Asked
-    rows: Rows
-    key_rows: Rows
-    heads: Span  # of the keys, among all
-    groups: int
-
-    @classmethod
-    def of(cls, asked: Asked) -> Part:
-        size = asked.team.size
-        heads = asked.problem.heads_k // size
-        first = asked.team.rank * heads
-        if "together" not in asked.memo:
-            of_both = asked.rows, asked.key_rows
-            asked.memo["together"] = [x if size == 1 else x.together(size) for x in of_both]
-        rows, key_rows = asked.memo["together"]
-        return cls(asked, rows, key_rows, (first, first + heads), asked.groups)
-
-    @property
-    def group_of(self) -> int:
-        """Query heads of a key head."""
-        return self.asked.problem.group if self.asked.problem.heads_k else 1
-
-    def dealt(self, most: int) -> list[tuple[Part, Span]]:
-        """In which groups heads are handed over, at least `most` or as many as there are, and which of the rank's they
-        are. Where keys travel too, theirs come in groups."""
-        first, last = self.heads
-        groups = min(max(most, 1 if self.asked.group.size > 1 else self.groups), max(1, last - first))
-        own = self.groups if self.asked.group.size > 1 else 1
-        return [
-            (Part(self.asked, self.rows, self.key_rows, (first + a, first + b), min(own, b - a)), (a, b))
-            for a, b in self.kept(("dealt", groups), lambda: cut(last - first, groups))
-        ]
-
-    def rounds(self) -> Sequence[Round]:
-        asked = self.asked
-        of = self.rows, self.key_rows, asked.sight, asked.group.rank, self.heads[1] - self.heads[0]
-        how = {"groups": self.groups, "stretches": asked.stretches, "block": asked.block}
-        return self.kept("rounds", lambda: rounds(*of, **how))
-
-    def kept(self, name: Any, make: Callable[[], Any]) -> Any:
-        """What is the same in all calls of a kind."""
-        memo, key = self.asked.memo, (name, self.heads, self.groups)
-        if key not in memo:
-            memo[key] = make()
-        return memo[key]
-
-    def turns(self, of: Pass) -> Sequence[Turns]:
-        """Of each round."""
-        return self.kept(("turns", of.name), lambda: [self._turns(of, x) for x in self.rounds()])
-
-    def _turns(self, of: Pass, round_: Round) -> Turns:
-        asked, (q_shift, k_shift), count = self.asked, self.asked.shift, self.rows.count(self.asked.group.rank)
-        heads = round_.heads[0] * self.group_of, round_.heads[1] * self.group_of
-        first, of_rank = self.heads[0] * self.group_of, (heads, (self.heads[1] - self.heads[0]) * self.group_of)
-        among_all, found = (first + heads[0], first + heads[1]), []
-        lib, options = interop.library("q", asked.operands["q"]), complete(asked.options)
-        if options["score"] is not None:
-            trace_score(lib, {"q": asked.operands["q"]}, options, asked.options["score_arrays"])
-        seed, wrt = asked.options["seed"], tuple([x for x in asked.wrt if x != "sinks" or round_.first])
-        for step in round_.steps:
-            at = (0, among_all[0], step.rows[0] + q_shift, step.keys[0] + k_shift)
-            call = Call(
-                lib, of, {}, options | {"at": at}, seed=None if hasattr(seed, "shape") else seed,
-                family=asked.options["family"], return_lse=of is FORWARD, wrt=wrt,
-            )  # fmt: skip
-            places = {
-                name: index(name, tuple(x.shape), among_all, step.local, step.keys)
-                for name, x in asked.arrays.items()
-                if name != "sinks" or round_.first  # one score more, once
-            }
-            found.append(Turn(call, step, among_all, places))
-        spans, all_rows = [x.local for x in round_.steps], ((0, count), count)
-        return Turns(
-            found, cuts(1, spans, count), place(all_rows, of_rank), cuts(2, spans, count), place(of_rank, all_rows),
-            [place(of_rank, (x, count)) for x in spans],
-        )  # fmt: skip
-
-    def numbers(self, xs: dict[str, Any]) -> Numbers:
-        """Those of `xs`, as calls of a backward take them."""
-        ranks = range(self.rows.size)
-        longest, calls = self.kept(
-            "longest", lambda: (max(map(self.rows.count, ranks)), max(len(self.rows.local(r)) for r in ranks))
-        )
-        places = [x.places for x in self.turns(BACKWARD)]
-        return Numbers({name: x for name, x in xs.items() if name in PER_QUERY}, places, longest, calls)
-
-    def deals(self) -> tuple[Deal, Deal]:
-        """Of the rows of queries and of keys."""
-        team, first = self.asked.team, self.asked.group.rank * self.asked.team.size
-        ranks, heads = range(first, first + team.size), self.asked.problem.heads_k
-        return deal(self.asked.rows, ranks, heads), deal(self.asked.key_rows, ranks, heads)
-
-    def by_heads(self, xs: dict[str, Any]) -> dict[str, ByHeads]:
-        of_q, of_k = self.deals()
-        return {
-            name: ByHeads(of_k, 1, x) if name in ("k", "v") else ByHeads(of_q, self.group_of, _of_rows(name, x))
-            for name, x in xs.items()
-        }
-
-    def to_heads(self, xs: dict[str, Any], some: Span) -> ToHeads:
-        return ToHeads(self.asked.team, [*self.by_heads(xs).values()], some)
-
-    def from_heads(self, xs: dict[str, Any], targets: dict[str, Any], some: Span) -> FromHeads:
-        into = [_of_rows(name, x) for name, x in targets.items()]
-        return FromHeads(self.asked.team, [*self.by_heads(xs).values()], some, into)
+def _deals(asked: Asked) -> tuple[Deal, Deal]:
+    """Of the rows of queries and of keys."""
+    team, first = asked.team, asked.group.rank * asked.team.size
+    ranks, heads = range(first, first + team.size), asked.problem.heads_k
+    return deal(asked.rows, ranks, heads), deal(asked.key_rows, ranks, heads)
 
 
 def forward(asked: Asked, out: Any, lse: Any) -> None:
     """Writes out (B, S, H, Dv) and lse (B, H, S) of this rank's rows."""
-    part, xs = Part.of(asked), {x: asked.operands[x] for x in "qkv"}
+    part, xs = Part.of(asked), asked.operands
+    asked.plain = _plain(asked, FORWARD)
     if asked.team.size == 1:
-        _forward(part, xs, out, lse)
+        _forward(asked, part, xs, out, lse)
         return
 
     def run(some: Part, moved: dict[str, Any], into: dict[str, Any]) -> None:
-        _forward(some, moved, into["out"], into["lse"])
+        _forward(asked, some, moved, into["out"], into["lse"])
 
-    _in_heads(part, xs, {"out": out, "lse": lse}, run)
+    _in_heads(asked, part, xs, {"out": out, "lse": lse}, run)
 
 
-def _in_heads(
-    part: Part, xs: dict[str, Any], targets: dict[str, Any], run: Callable[[Part, dict[str, Any], dict[str, Any]], None]
-) -> None:
+def _plain(asked: Asked, of: Pass) -> bool:
+    """Whether calls are a GPU's, and followed by nobody."""
+    q = asked.operands["q"]
+    lib: Any = interop.library("q", q)
+    return lib.on_gpu(q) and lib.recorder(Call(lib, of, asked.operands | asked.arrays, asked.options)) is None
+
+
+_Run = Callable[[Part, dict[str, Any], dict[str, Any]], None]
+
+
+def _in_heads(asked: Asked, part: Part, xs: dict[str, Any], targets: dict[str, Any], run: _Run) -> None:
     """Hand rows over for heads, `run` with them, and hand its results back."""
-    window, asked = getattr(part.asked.team, "window", None), part.asked
-    if window is None and asked.group.size == 1:
-        _in_heads_sent(part, part.dealt(1), xs, targets, run)
+    window = getattr(asked.team, "window", None)
+    if window is None and part.size == 1:
+        _in_heads_sent(asked, part.dealt(asked, 1), xs, targets, run)
         return
     # All teams have the same groups of heads, whichever of them have a window.
-    if "most" not in asked.memo:
-        count, every = part.heads[1] - part.heads[0], (*part.by_heads(xs).values(), *part.by_heads(targets).values())
-        asked.memo["most"] = -(-sum(x.nbytes(count) for x in every) // WINDOW)
-    most = asked.memo["most"]
-    groups = part.dealt(most)
-    done = _in_heads_near(window, part, groups, xs, targets, run) if window is not None and most else 0
-    _in_heads_sent(part, groups[done:], xs, targets, run)
+    if (most := asked.memo.get("most")) is None:
+        count, every = part.heads[1] - part.heads[0], [*_by_heads(asked, xs), *_by_heads(asked, targets)]
+        most = asked.memo["most"] = -(-sum(x.nbytes(count) for x in every) // WINDOW)
+    groups = part.dealt(asked, most)
+    done = _in_heads_near(window, asked, groups, xs, targets, run) if window is not None and most else 0
+    if done < len(groups):
+        _in_heads_sent(asked, groups[done:], xs, targets, run)
 
 
 def _in_heads_near(
-    window: Any, part: Part, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: Any
+    window: Any, asked: Asked, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: _Run
 ) -> int:
     """Where ranks reach each other's memory, which stays with them: not too much of it. How many groups are done: all,
     or those until it is not to be had."""
-    rank, memo = part.asked.team.rank, part.asked.memo
+    rank, memo = asked.team.rank, asked.memo
     for n, (some, heads) in enumerate(groups):
-        if ("handed", heads) not in memo:
-            memo["handed", heads] = handed(rank, part.by_heads(xs), part.by_heads(targets), heads)
-        near = NearHeads(window, rank, memo["handed", heads], xs, targets)
+        if (of := memo.get(heads)) is None:
+            arrays, results = (dict(zip(x, _by_heads(asked, x))) for x in (xs, targets))
+            of = memo[heads] = handed(rank, arrays, results, heads)
+        near = NearHeads(window, rank, of, xs, targets)
         if not near.may:
             return n
-        run(some, near.there(), near.rooms())
+        run(some, *near.there())
         near.back()
     return len(groups)
 
 
-def _in_heads_sent(part: Part, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: Any) -> None:
+def _in_heads_sent(asked: Asked, groups: Sequence[tuple[Part, Span]], xs: Any, targets: Any, run: _Run) -> None:
     """By messages: those of the next group of heads, and of the one before, travel while one is computed."""
-    back = []
-    coming = part.to_heads(xs, groups[0][1]) if groups else None
+    back: list[FromHeads] = []
+    into = [_of_rows(name, x) for name, x in targets.items()]
+    sent = _by_heads(asked, xs)
+    coming = ToHeads(asked.team, sent, groups[0][1])
     for n, (some, heads) in enumerate(groups):
-        assert coming is not None
         here = coming
-        coming = part.to_heads(xs, groups[n + 1][1]) if n + 1 < len(groups) else None
-        moved = {name: _of_rows(name, x) for name, x in zip(xs, here.wait())}
+        if n + 1 < len(groups):
+            coming = ToHeads(asked.team, sent, groups[n + 1][1])
+        moved = {name: packed(_of_rows(name, x)) for name, x in zip(xs, here.wait())}
         found = _rooms(moved, targets)
         run(some, moved, found)
-        back.append(part.from_heads(found, targets, heads))
+        back.append(FromHeads(asked.team, _by_heads(asked, found), heads, into))
     for x in back:
         x.wait()
 
@@ -246,20 +129,22 @@ def _rooms(moved: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
-    q, merging = xs["q"], part.asked.stretches > 1
+def _forward(asked: Asked, part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
+    every = part.turns(asked, FORWARD)
+    if part.alone:
+        put(lse, every[0].calls[0].run(asked, {}, xs, {"out": out})[1])
+        return
+    queries, merging = {"q": xs["q"]}, asked.stretches > 1
     sums = empty(tuple(out.shape), out, wide(out)) if merging else out
-    every = part.turns(FORWARD)
-    for (of, keys, _), turns in zip(_keys(part, xs["k"], xs["v"], None, Numbers({}, [[]] * len(every))), every):
+    for (of, keys, _), turns in zip(_keys(asked, part, xs["k"], xs["v"], None, Numbers({}, [[]] * len(every))), every):
         targets, norm = cut_up(taken(sums, turns.heads), turns.rows), taken(lse, turns.of_numbers)
-        queries = cut_up(taken(q, turns.heads), turns.rows)
-        arrays = [{"q": x, "k": k, "v": v} for x, (k, v) in zip(queries, keys)]
         if of.first:
-            runs = zip(turns.calls, arrays, targets)
-            join_up(norm, [turn.run(part.asked, x, {"out": target})[1] for turn, x, target in runs], turns.numbers)
+            runs = zip(turns.calls, keys, targets)
+            found = [turn.run(asked, queries, {"k": k, "v": v}, {"out": target})[1] for turn, (k, v), target in runs]
+            join_up(norm, found, turns.numbers)
             continue
-        for turn, x, target, so_far in zip(turns.calls, arrays, targets, cut_up(norm, turns.numbers)):
-            more = turn.run(part.asked, x, {"out": empty(tuple(target.shape), target)})
+        for turn, (k, v), target, so_far in zip(turns.calls, keys, targets, cut_up(norm, turns.numbers)):
+            more = turn.run(asked, queries, {"k": k, "v": v}, {"out": empty(tuple(target.shape), target)})
             merge([target, more[0]], [so_far, more[1]], out=(target, so_far))
     if merging:
         put(out, sums)
@@ -267,20 +152,22 @@ def _forward(part: Part, xs: dict[str, Any], out: Any, lse: Any) -> None:
 
 def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
     """Writes the gradients of this rank's rows; those of the arrays that `wrt` names, this rank's part of them."""
-    part, grads = Part.of(asked), {"q": dq, "k": dk, "v": dv}
-    names: list[str] = [x for x in ("q", "dout", "out", "k", "v", "lse", "dlse") if x in asked.operands]
-    xs = {name: asked.operands[name] for name in names}
-    like = _of_wrt(asked)
-    of_arrays = {name: zeros(tuple(x.shape), x, wide(x)) for name, x in like.items() if not _of_one_call(name, x)}
-    _widen(asked)
+    part, xs, grads = Part.of(asked), asked.operands, {"q": dq, "k": dk, "v": dv}
+    asked.plain = _plain(asked, BACKWARD)
+    like: dict[str, Any] = {}
+    of_arrays: dict[str, Any] = {}
+    if asked.wrt:
+        like = _of_wrt(asked)
+        of_arrays = {name: zeros(tuple(x.shape), x, wide(x)) for name, x in like.items() if not _of_one_call(name, x)}
+        _widen(asked)
     if asked.team.size == 1:
-        _backward(part, xs, grads, of_arrays, like)
+        _backward(asked, part, xs, grads, of_arrays, like)
     else:
 
         def run(some: Part, moved: dict[str, Any], into: dict[str, Any]) -> None:
-            _backward(some, moved, into, of_arrays, like)
+            _backward(asked, some, moved, into, of_arrays, like)
 
-        _in_heads(part, xs, grads, run)
+        _in_heads(asked, part, xs, grads, run)
     # (All ranks in one order. Of what is not there no call was about any.)
     of_arrays = {name: of_arrays[name] if name in of_arrays else zeros(tuple(x.shape), x) for name, x in like.items()}
     if asked.reduce:
@@ -300,41 +187,49 @@ def _widen(asked: Asked) -> None:
 
 
 def _backward(
-    part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any], like: dict[str, Any]
+    asked: Asked, part: Part, xs: dict[str, Any], grads: dict[str, Any], of_arrays: dict[str, Any], like: dict[str, Any]
 ) -> None:
+    plan, once = part.turns(asked, BACKWARD), asked.stretches == 1  # a row of dq has all of its keys in one call
+    if part.alone:
+        turn = plan[0].calls[0]
+        found = turn.run(asked, {}, xs, dict(zip(Gradients._fields, grads.values())))
+        _put_parts(of_arrays, turn, found.of_arrays, like)
+        return
     dq, dk, dv = (grads[x] for x in "qkv")
-    plan, once = part.turns(BACKWARD), part.asked.stretches == 1  # a row of dq has all of its keys in one call
-    if part.kept("unseen", lambda: _unseen(part, dk.shape[1])):
+    if "unseen" not in asked.memo:
+        asked.memo["unseen"] = _unseen(part, asked.group.rank, dk.shape[1])
+    if asked.memo["unseen"]:
         dk[...] = 0
         dv[...] = 0
-    keys_of = _keys(part, xs["k"], xs["v"], (dk, dv), part.numbers(xs))
+    keys_of = _keys(asked, part, xs["k"], xs["v"], (dk, dv), part.numbers(plan, xs))
+    of_rows = {name: xs[name] for name in ("q", "dout", "out")}
     for (of, keys, numbers), turns in zip(keys_of, plan):
-        whole = len(plan) == 1 and _alone(part, of, dk.shape[1])  # nothing is added to anything
-        if whole or once:
+        if once:
             sums = taken(dq, turns.heads)
         elif of.first:
             sums = empty(tuple(taken(dq, turns.heads).shape), dq, wide(dq))
-        own = Sums((dk, dv), [(dk, dv)]) if whole else keys_of.room()
-        written, of_rows = _Written(own), [x for x in ("q", "dout", "out") if x in xs]
-        rows = zip(*(cut_up(taken(xs[name], turns.heads), turns.rows) for name in of_rows))
-        every = zip(turns.calls, rows, keys, numbers, cut_up(sums, turns.rows))
-        for n, (turn, some, (k, v), of_queries, of_q) in enumerate(every):
-            arrays = dict(zip(of_rows, some)) | of_queries | {"k": k, "v": v}
+        own = keys_of.room()
+        written = _Written(own)
+        every = zip(turns.calls, keys, numbers, cut_up(sums, turns.rows))
+        for n, (turn, (k, v), of_queries, of_q) in enumerate(every):
             into = (of_q if of.first else empty(tuple(of_q.shape), sums), *written.room(n))
-            found = turn.run(part.asked, arrays, dict(zip(Gradients._fields, into)))
+            found = turn.run(asked, of_rows, {"k": k, "v": v} | of_queries, dict(zip(Gradients._fields, into)))
             if not of.first:
                 of_q += into[0]
             written.add(n, into[1:])
-            for name, x in found.of_arrays.items():
-                if _of_one_call(name, like[name]):
-                    _put_part(of_arrays, name, turn.places[name], x, like[name])
-                else:
-                    of_arrays[name][turn.places.get(name, ...)] += x
-        if whole:
-            continue
+            _put_parts(of_arrays, turn, found.of_arrays, like)
         if of.last and not once:
             put(taken(dq, turns.heads), sums)
         keys_of.give(own)
+
+
+def _put_parts(of_arrays: dict[str, Any], turn: Turn, found: dict[str, Any], like: dict[str, Any]) -> None:
+    """What a call gives of the gradients of optional arrays."""
+    for name, x in found.items():
+        if _of_one_call(name, like[name]):
+            _put_part(of_arrays, name, turn.places[name], x, like[name])
+        else:
+            of_arrays[name][turn.places.get(name, ...)] += x
 
 
 class _Written:
@@ -361,28 +256,21 @@ class _Written:
         self._begun = True
 
 
-def _alone(part: Part, of: Round, count: int) -> bool:
-    """Whether one call gives all of a round's gradients, of all `count` rows of k."""
-    return part.asked.group.size == 1 and len(of.steps) == 1 and of.steps[0].here == (0, count)
-
-
-def _unseen(part: Part, count: int) -> bool:
+def _unseen(part: Part, rank: int, count: int) -> bool:
     """Whether a row of k is in no call, so that its gradient, zero, comes from none."""
-    plan = part.rounds()
-    rank = part.asked.group.rank
-    held = joined(x for of in plan for m in (*of.sends, *of.receives) if m.source == rank for x in m.held)
+    held = joined(x for of in part.rounds for m in (*of.sends, *of.receives) if m.source == rank for x in m.held)
     return held != ([(0, count)] if count else [])
 
 
-def _keys(part: Part, k: Any, v: Any, grads: Any, numbers: Numbers) -> SentKeys | NearKeys:
+def _keys(asked: Asked, part: Part, k: Any, v: Any, grads: Any, numbers: Numbers) -> SentKeys | NearKeys:
     """Of each round what its calls have, and where gradients of the keys go."""
-    plan, group = part.rounds(), part.asked.group
+    group = asked.group
     window = getattr(group, "window", None)
-    if window is not None and group.size > 1 and plan:
-        near = NearKeys(window, group.rank, plan, k, v, grads, numbers, part.asked.memo)
+    if window is not None and part.size > 1 and part.rounds:
+        near = NearKeys(window, group.rank, part.rounds, k, v, grads, numbers, asked.memo)
         if near.may:
             return near
-    return SentKeys(group, plan, k, v, grads, numbers)
+    return SentKeys(group, part.rounds, k, v, grads, numbers)
 
 
 def _of_wrt(asked: Asked) -> dict[str, Any]:

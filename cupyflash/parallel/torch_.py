@@ -91,8 +91,10 @@ class _Attention(torch.autograd.Function):
 def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
     """`calls.attention_backward`, which autograd does not follow."""
     _refuse_followed("attention_backward", (*arrays[:6], dlse))
-    with torch.no_grad():
-        return calls.attention_backward(*arrays, dlse=dlse, **given)
+    if any(getattr(x, "requires_grad", False) for x in given.values()) or given.get("score_arrays"):
+        with torch.no_grad():  # (4 us)
+            return calls.attention_backward(*arrays, dlse=dlse, **given)
+    return calls.attention_backward(*arrays, dlse=dlse, **given)
 
 
 def merge(out: Any, lse: Any, group: Any, **given: Any) -> tuple[Any, Any]:
