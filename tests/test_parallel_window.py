@@ -88,17 +88,22 @@ class Window:
                     assert not begin <= first < begin + size or end <= begin + size
         self.copied(copies, addresses)
 
-    def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
+    def push(self, parts: Sequence[tuple[int, int, int, int]], beside: bool) -> None:
         assert all(rank != self._rank for rank, _, _, _ in parts)
         for rank, offset, address, count in parts:
             target = self._memory.of[rank][offset : offset + count]
             assert len(target) == count and offset + count <= self._size
             self._late.append((target, address))
+        if not beside:
+            self._copied()
 
-    def arrived(self) -> None:
+    def _copied(self) -> None:
         for target, address in self._late:
             ctypes.memmove(target.ctypes.data, address, target.nbytes)
         self._late = []
+
+    def arrived(self) -> None:
+        self._copied()
         self._memory.barrier.wait()
 
     def end(self) -> None:
@@ -414,7 +419,7 @@ def test_memory_that_a_graph_was_captured_with_stays(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     found = window.Window.__new__(window.Window)
     found._group, found._device, found._patience, found._last = lambda: None, torch.device("cpu"), 1, None
-    found._of_graphs = {}
+    found._of_graphs, found._ordinal = {}, 0
     found._reserve(1024)
     for captured in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)

@@ -130,7 +130,9 @@ def attention_backward(
         bits in every run, if each rank's own are (deterministic=True).
     """
     plan = {"rows": rows, "key_rows": key_rows, "exchange": exchange, "groups": groups, "stretches": stretches}
-    operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        operands["dlse"] = dlse
     asked = _agreed("attention_backward", group, operands, plan | {"reduce": reduce}, options, {}, wrt)
     try:
         grads = dq, dk, dv = [empty(x.shape, x) for x in (q, k, v)]

@@ -34,7 +34,6 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
     It holds types, too: 1 is taken where True is refused.
     """
     try:
-        cls = type(operands["q"])
         lib: Any = interop.library("q", operands["q"])
         library, signature = interop.library, lib.signature
         key: list[Any] = [*more, *map(type, more)]
@@ -42,13 +41,10 @@ def kind_of(ranks: Sequence[Group], operands: dict[str, Any], options: dict[str,
             if of.eager:
                 return None
             key += of.rank, of.size, getattr(of, "window", None) is not None, getattr(of, "beside", True)
-        for name, x in operands.items():
-            if x is None:
-                key.append(None)
-            elif type(x) is cls or library(name, x) is lib:
-                key.append(signature(x))
-            else:
-                return None
+        if len({*map(type, operands.values())}) > 1 and any(library(*x) is not lib for x in operands.items()):
+            return None
+        key += operands
+        key += map(signature, operands.values())
         for name, x in sorted(options.items()):  # in whatever order a caller names them
             if type(x) in _PLAIN:
                 key += name, type(x), x
@@ -82,15 +78,17 @@ def recalled(
             _templates.move_to_end(kind)
         except KeyError:  # another thread's call dropped it
             pass
-    given = {name: x for name, x in operands.items() if x is not None}
-    for name in views:
-        given[name] = three(given[name]) if name in ("lse", "dlse") else four(given[name], asked.layout)
+    if views:
+        operands = operands.copy()
+        for name in views:
+            x = operands[name]
+            operands[name] = three(x) if name in ("lse", "dlse") else four(x, asked.layout)
     return asked.but(
         team=asked.team or ranks[0],
         group=asked.group or ranks[-1],
         arrays={name: x for name, x in options.items() if name in _ARRAYS and x is not None},
         mask=options.get("block_mask"),
-        operands=given,
+        operands=operands,
     )
 
 

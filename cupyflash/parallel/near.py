@@ -72,7 +72,8 @@ class NearKeys:
         own, given = window.places[self._rank], (*self._kv, *self._numbers.arrays.values())
         addresses = own, 0 if self._packed is None else window.address(self._packed), *map(window.address, given)
         window.put(of.own, addresses)
-        window.push([(rank, to, addresses[array] + at, count) for rank, to, array, at, count in of.sends])
+        parts = [(rank, to, addresses[array] + at, count) for rank, to, array, at, count in of.sends]
+        window.push(parts, n > 0)  # beside the round before
 
     def _fetch(self) -> None:
         """Of the round before, whose gradients all ranks have written."""

@@ -58,7 +58,10 @@ def _plain(asked: Asked, of: Pass) -> bool:
     """Whether calls are a GPU's, and followed by nobody."""
     q = asked.operands["q"]
     lib: Any = interop.library("q", q)
-    return lib.on_gpu(q) and lib.recorder(Call(lib, of, asked.operands | asked.arrays, asked.options)) is None
+    return (
+        lib.on_gpu(q)
+        and lib.recorder(Call(lib, of, asked.operands | asked.arrays, asked.options, asked.operands)) is None
+    )
 
 
 _Run = Callable[[Part, dict[str, Any], dict[str, Any]], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class _Attention(torch.autograd.Function):
 def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
     """`calls.attention_backward`, which autograd does not follow."""
     _refuse_followed("attention_backward", (*arrays[:6], dlse))
-    if any(getattr(x, "requires_grad", False) for x in given.values()) or given.get("score_arrays"):
+    if _any_requires_grad(given.values()) or given.get("score_arrays"):
         with torch.no_grad():  # (4 us)
             return calls.attention_backward(*arrays, dlse=dlse, **given)
     return calls.attention_backward(*arrays, dlse=dlse, **given)
@@ -105,8 +105,12 @@ def merge(out: Any, lse: Any, group: Any, **given: Any) -> tuple[Any, Any]:
 
 
 def _refuse_followed(function: str, arrays: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays if isinstance(x, torch.Tensor)):
+    if torch.is_grad_enabled() and _any_requires_grad(arrays):
         raise NotImplementedError(
             f"an argument requires grad, but parallel.{function} has no derivative; detach it, or call under "
             "torch.no_grad()"
         )
+
+
+def _any_requires_grad(xs: Iterable[Any]) -> bool:
+    return True in [getattr(x, "requires_grad", False) for x in xs]

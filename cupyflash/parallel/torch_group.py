@@ -145,19 +145,20 @@ def _window() -> Any:
 def groups(group: Any) -> Any:
     """One of ours, or two, of a ProcessGroup, a DeviceMesh of one or two dimensions (keys, heads: heads are inside a
     host), or None, the default group."""
+    if group is None and (world := distributed.group.WORLD) is not None:
+        return of(world)
     if isinstance(group, DeviceMesh):
         if group.ndim not in (1, 2):
             raise ValueError(f"group is a mesh of {group.ndim} dimensions; it must have one, or two: (keys, heads)")
         if group.ndim == 1:
             return groups(group.get_group())
         return of(group.get_group(1)), of(group.get_group(0))
-    if group is None and not distributed.is_initialized():
+    if group is None:
         raise ValueError("group is None, and there is no default group; call torch.distributed.init_process_group")
-    if group is None or isinstance(group, distributed.ProcessGroup):
-        found = distributed.group.WORLD if group is None else group
-        if distributed.get_rank(found) < 0:
+    if isinstance(group, distributed.ProcessGroup):
+        if distributed.get_rank(group) < 0:
             raise ValueError("group does not hold this rank; it must")
-        return of(found)
+        return of(group)
     return group
 
 

@@ -17,6 +17,7 @@ from cupy.cuda import runtime
 from torch.distributed import _symmetric_memory as symmetric
 
 from ..gpu.copies import Copies
+from ..gpu.launch import here
 from ..interop.torch_ import stream
 
 PATIENCE = 600_000  # milliseconds that a rank waits for others where its group does not say it: NCCL's own default
@@ -31,8 +32,8 @@ class Window:
         self._stream, self._pushed = torch.cuda.Stream(device), False
         # Streams are raw handles, of which 0 is the current GPU's, and events are used again: PyTorch's cost the host
         # several us each time.
-        self._gpu = cupy.cuda.Device(self._stream.device_index)
-        with self._gpu:
+        self._ordinal = self._stream.device_index
+        with here(self._ordinal):
             self._before, self._after, self._read = (cupy.cuda.Event(disable_timing=True) for _ in range(3))
         self._last: int | None = None  # the stream in which it was last read, until `_read`
         self._of_graphs: dict[int, Any] = {}  # memory that captured graphs go on to use
@@ -46,7 +47,7 @@ class Window:
         group: Any = self._group()
         self._handle = symmetric.rendezvous(self._own, group)
         self.places = [int(x) for x in self._handle.buffer_ptrs]  # addresses of each rank's
-        self._rank, self._ordinal = int(self._handle.rank), self._own.get_device()
+        self._rank = int(self._handle.rank)
 
     @property
     def nbytes(self) -> int:
@@ -64,10 +65,10 @@ class Window:
             self._reserve(-(-size // _ALIGNED) * _ALIGNED)
         if capturing:
             self._of_graphs[id(self._own)] = self._own, self._handle
-        here = stream(self._ordinal)
-        if self._last not in (None, here) and not capturing:
-            with self._gpu:
-                runtime.streamWaitEvent(here, self._read.ptr)
+        now = stream(self._ordinal)
+        if self._last not in (None, now) and not capturing:
+            with here(self._ordinal):
+                runtime.streamWaitEvent(now, self._read.ptr)
         self._handle.barrier(timeout_ms=self._patience)
         return True
 
@@ -91,21 +92,21 @@ class Window:
         found: torch.Tensor = self._handle.get_buffer(rank, shape, kind, offset // kind.itemsize)
         return found
 
-    @staticmethod
-    def address(x: torch.Tensor) -> int:
-        return x.data_ptr()
+    address = staticmethod(torch.Tensor.data_ptr)
 
     def put(self, copies: Copies, addresses: Sequence[int]) -> None:
         """Copy, for who computes next, to and from any rank's."""
         copies.launch(addresses, self._ordinal, stream(self._ordinal))
 
-    def push(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
-        """Start to copy beside what computes: of each part the rank to whom it goes, where it begins there, its address
-        and its bytes."""
-        beside, self._pushed = self._stream.cuda_stream, True
-        self._wait(beside, stream(self._ordinal), self._before)
+    def push(self, parts: Sequence[tuple[int, int, int, int]], beside: bool) -> None:
+        """Start to copy, `beside` what computes next or before it: of each part the rank to whom it goes, where it
+        begins there, its address and its bytes."""
+        to = stream(self._ordinal)
+        if beside:
+            now, to, self._pushed = to, self._stream.cuda_stream, True
+            self._wait(to, now, self._before)
         for rank, offset, address, count in parts:
-            runtime.memcpyAsync(self.places[rank] + offset, address, count, runtime.memcpyDefault, beside)
+            runtime.memcpyAsync(self.places[rank] + offset, address, count, runtime.memcpyDefault, to)
 
     def arrived(self) -> None:
         """For who computes next: what all ranks pushed and put until here is there, and all are done with what they
@@ -119,12 +120,12 @@ class Window:
         """After what was computed with the last that arrived."""
         if not torch.cuda.is_current_stream_capturing():
             self._last = stream(self._ordinal)
-            with self._gpu:
+            with here(self._ordinal):
                 runtime.eventRecord(self._read.ptr, self._last)
 
     def _wait(self, stream: int, other: int, event: cupy.cuda.Event) -> None:
         """Have a stream wait for what is in another now."""
-        with self._gpu:
+        with here(self._ordinal):
             runtime.eventRecord(event.ptr, other)
             runtime.streamWaitEvent(stream, event.ptr)
 
