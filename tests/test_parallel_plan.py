@@ -148,6 +148,17 @@ def test_every_visible_pair_is_computed_once_and_both_ends_agree(size: int) -> N
                         here[slice(*at)] = keys.positions(x.source)[slice(*held)]
                         np.testing.assert_array_equal(here[slice(*at)], np.arange(*span))
                 np.testing.assert_array_equal(here, np.concatenate([np.arange(0), *(np.arange(*x) for x in of.has)]))
+                begun = np.zeros(of.length, bool)
+                for step, fresh in zip(of.steps, of.begun):  # gradients are written where there are none, else added
+                    own = np.arange(*step.here)
+                    if fresh is None:
+                        assert not begun[own].any()
+                    else:
+                        assert begun[own].any()
+                        of_it = [np.arange(*x) for x in fresh]
+                        assert np.concatenate([own[:0], *of_it]).tolist() == own[~begun[own]].tolist()
+                    begun[own] = True
+                assert begun.all()
                 for step in of.steps:
                     assert rows.positions(r)[slice(*step.local)].tolist() == list(range(*step.rows))
                     if step.keys[1] > step.keys[0]:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import interop
+from ..gpu.copies import Copies, Piece, Side
 from ..namespaces import namespace
 from .rows import Span
 
@@ -164,6 +166,30 @@ def put(target: Any, x: Any) -> None:
         target[...] = x
 
 
+def put_all(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Write arrays to others of their shapes and dtypes, of which none is read: CuPy's in one launch, as its own copies
+    find the place of each element anew."""
+    if not pairs or library(pairs[0][0]) != "cupy":
+        for target, x in pairs:
+            put(target, x)
+        return
+    lib: Any = interop.library("q", pairs[0][0])
+    ordinal, every = lib.device(pairs[0][0]), [x for pair in pairs for x in pair]
+    copies = copies_of(tuple((tuple(x.shape), to.strides, x.strides, x.itemsize) for to, x in pairs))
+    copies.launch([*map(lib.pointer, every)], ordinal, lib.stream(ordinal))
+
+
+@functools.lru_cache(256)
+def copies_of(pairs: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], ...]) -> Copies:
+    """Of arrays, each as where it is written, then as it is read: shape, strides of both, bytes of an element."""
+    return Copies(
+        [
+            Piece(Side(2 * n, 0, to), Side(2 * n + 1, 0, source), shape, size)
+            for n, (shape, to, source, size) in enumerate(pairs)
+        ]
+    )
+
+
 def put_sum(target: Any, parts: Sequence[Any]) -> None:
     """Write the sum of arrays of one dtype, added in their order and rounded once."""
     if len(parts) == 1:
@@ -172,10 +198,11 @@ def put_sum(target: Any, parts: Sequence[Any]) -> None:
     total = parts[0]
     for x in parts[1:-1]:
         total = total + x
-    if library(target) == "torch":
-        functions("torch").add(total, parts[-1], out=target)
+    if (kind := library(target)) == "torch":
+        functions(kind).add(total, parts[-1], out=target)
     else:
-        put(target, total + parts[-1])
+        with np.errstate(over="ignore"):
+            functions(kind).add(total, parts[-1], out=target, casting="unsafe")
 
 
 def four(x: Any, layout: str) -> Any:

@@ -162,6 +162,15 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
+def without(span: Span, others: Iterable[Span]) -> list[Span]:
+    """What of a span is in none of others."""
+    found, (at, end) = [], span
+    for a, b in joined(common(span, x) for x in others):
+        found.append((at, a))
+        at = b
+    return joined([*found, (at, end)])
+
+
 def common(x: Span, y: Span) -> Span:
     """What two spans share; perhaps empty."""
     begin = max(x[0], y[0])

@@ -212,18 +212,27 @@ def _backward(
         elif of.first:
             sums = empty(tuple(taken(dq, turns.heads).shape), dq, wide(dq))
         own = keys_of.room()
-        written = _Written(own)
-        every = zip(turns.calls, keys, numbers, cut_up(sums, turns.rows))
-        for n, (turn, (k, v), of_queries, of_q) in enumerate(every):
-            into = (of_q if of.first else empty(tuple(of_q.shape), sums), *written.room(n))
+        every = zip(turns.calls, keys, numbers, cut_up(sums, turns.rows), own.parts, of.begun)
+        for turn, (k, v), of_queries, of_q, of_keys, begun in every:
+            room = of_keys if begun is None else _beside(own, of_keys, begun)
+            into = (of_q if of.first else empty(tuple(of_q.shape), sums), *room)
             found = turn.run(asked, of_rows, {"k": k, "v": v} | of_queries, dict(zip(Gradients._fields, into)))
             if not of.first:
                 of_q += into[0]
-            written.add(n, into[1:])
+            if begun is not None:
+                add_to(of_keys, room)
             _put_parts(of_arrays, turn, found.of_arrays, like)
         if of.last and not once:
             put(taken(dq, turns.heads), sums)
         keys_of.give(own)
+
+
+def _beside(sums: Sums, parts: Sequence[Any], begun: Sequence[Span]) -> list[Any]:
+    """Where a call is to write what is then added to parts of the sums, of which some rows begin with it."""
+    for x in sums.every if begun else ():
+        for a, b in begun:
+            x[:, a:b] = 0
+    return [empty(tuple(x.shape), x) for x in parts]
 
 
 def _put_parts(of_arrays: dict[str, Any], turn: Turn, found: dict[str, Any], like: dict[str, Any]) -> None:
@@ -233,30 +242,6 @@ def _put_parts(of_arrays: dict[str, Any], turn: Turn, found: dict[str, Any], lik
             _put_part(of_arrays, name, turn.places[name], x, like[name])
         else:
             of_arrays[name][turn.places.get(name, ...)] += x
-
-
-class _Written:
-    """Sums of gradients of a round's keys, of which not all need be there: the first of them are written, others added
-    to them."""
-
-    def __init__(self, sums: Sums) -> None:
-        self._sums, self._begun = sums, False
-
-    def room(self, n: int) -> list[Any]:
-        """Where a call is to write its part: of the sums, if it is the first and has all keys, or beside them."""
-        parts = self._sums.parts[n]
-        if not self._begun and parts[0] is self._sums.every[0]:
-            return list(parts)
-        if not self._begun:
-            for x in self._sums.every:
-                x[...] = 0
-            self._begun = True
-        return [empty(tuple(x.shape), x) for x in parts]
-
-    def add(self, n: int, parts: Sequence[Any]) -> None:
-        if self._begun:
-            add_to(self._sums.parts[n], parts)
-        self._begun = True
 
 
 def _unseen(part: Part, rank: int, count: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..passes import FORWARD, Pass
 from .arrays import Place, place
-from .rows import Rows, Span, common, cut, joined
+from .rows import Rows, Span, common, cut, joined, without
 
 STRETCH = 128  # rows at whose multiples stretches of the keys begin
 GROUP_WORK = 1e11  # operations of a group of heads: some 0.2 ms of a GPU, in which its launches and transfers hide
@@ -133,6 +133,16 @@ class Round:
     def places(self) -> list[Place | None]:
         """Of each step where its keys are among these."""
         return [place((x.here, self.length)) for x in self.steps]
+
+    @functools.cached_property
+    def begun(self) -> list[list[Span] | None]:
+        """Of each step those of its keys that no step before has, where another has some: gradients of these are zero
+        before it adds its own. None where no other has any: they are what it writes."""
+        found: list[list[Span] | None] = []
+        for n, x in enumerate(self.steps):
+            fresh = without(x.here, [y.here for y in self.steps[:n]])
+            found.append(None if sum(b - a for a, b in fresh) == x.here[1] - x.here[0] else fresh)
+        return found
 
     def own(self, rank: int) -> list[tuple[Span, Span]]:
         """Rows that the rank holds itself: in its arrays, and among the keys that it then has."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .arrays import Place, beside, empty, packed, put, put_sum, taken, wide, zeros
+from .arrays import Place, beside, empty, packed, put_all, put_sum, taken, wide, zeros
 from .groups import Done, Group, Pending
 from .rows import Span
 from .steps import Deal, Round
@@ -31,8 +31,7 @@ class Keys:
                 found.append(mine)  # there is nothing else to see
             else:
                 found.append(empty((x.shape[0], of.length, *mine.shape[2:]), x))
-                for held, at in own:
-                    put(found[-1][:, slice(*at)], mine[:, slice(*held)])
+                put_all([(found[-1][:, slice(*at)], mine[:, slice(*held)]) for held, at in own])
             for m in of.sends:
                 self._sent += [(m.target, _packed_part(found[-1], mine, own, held)) for held in m.held]
             for m in foreign:
@@ -46,8 +45,7 @@ class Keys:
     def wait(self) -> list[Any]:
         """K and V, (B, keys of the round, heads, D)."""
         self._pending.wait()
-        for target, x in self._late:
-            put(target, x)
+        put_all(self._late)
         return self._found
 
 
@@ -63,6 +61,14 @@ def among(own: Sequence[tuple[Span, Span]], held: Span) -> int | None:
     """Where rows that a rank holds begin among the keys that it has, if they all are there."""
     found = [c + held[0] - a for (a, b), (c, _) in own if a <= held[0] and held[1] <= b]
     return found[0] if found else None
+
+
+def _sent(part: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """What is sent of a part of an array, and what is to be written before that: (target, from where)."""
+    if beside(part):
+        return part, []
+    x = empty(tuple(part.shape), part)
+    return x, [(x, part)]
 
 
 def _room(target: Any) -> tuple[Any, list[tuple[Any, Any]]]:
@@ -209,26 +215,30 @@ class ToHeads:
 
     def __init__(self, group: Group, arrays: Sequence[ByHeads], some: Span) -> None:
         self._late, self._sent, receives, self._found = [], [], [], []
+        early, beside_it = list[tuple[Any, Any]](), list[tuple[Any, Any]]()
         others = [r for r in range(group.size) if r != group.rank]
         for array in arrays:
             x, heads, rows = array.x, array.heads(some), array.deal.rows
             own = x[:, :, heads[group.rank]]
             found = empty((x.shape[0], array.deal.length, *own.shape[2:]), x)
             for r in others:
-                self._sent += [(r, packed(x[:, a:b, heads[r]])) for (a, b), _ in rows[group.rank]]
+                for (a, b), _ in rows[group.rank]:
+                    sent, packs = _sent(x[:, a:b, heads[r]])
+                    self._sent.append((r, sent))
+                    early += packs
                 for _, (a, b) in rows[r]:
                     room, late = _room(found[:, a:b])
                     receives.append((r, room))
                     self._late += late
-            for (a, b), (c, d) in rows[group.rank]:
-                put(found[:, c:d], own[:, a:b])
+            beside_it += [(found[:, c:d], own[:, a:b]) for (a, b), (c, d) in rows[group.rank]]
             self._found.append(found)
+        put_all(early)
         self._pending = group.exchange(self._sent, receives)
+        put_all(beside_it)
 
     def wait(self) -> list[Any]:
         self._pending.wait()
-        for target, x in self._late:
-            put(target, x)
+        put_all(self._late)
         return self._found
 
 
@@ -237,25 +247,29 @@ class FromHeads:
 
     def __init__(self, group: Group, arrays: Sequence[ByHeads], some: Span, targets: Sequence[Any]) -> None:
         self._late, self._sent, receives = [], [], []
+        early, beside_it = list[tuple[Any, Any]](), list[tuple[Any, Any]]()
         others = [r for r in range(group.size) if r != group.rank]
         for array, target in zip(arrays, targets):
             x, heads, rows = array.x, array.heads(some), array.deal.rows
             for r in others:
-                self._sent += [(r, packed(x[:, a:b])) for _, (a, b) in rows[r]]
+                for _, (a, b) in rows[r]:
+                    sent, packs = _sent(x[:, a:b])
+                    self._sent.append((r, sent))
+                    early += packs
                 for (a, b), _ in rows[group.rank]:
                     part = target[:, a:b, heads[r]]
                     room = empty(tuple(part.shape), x)
                     receives.append((r, room))
                     self._late.append((part, room))
-            for (a, b), (c, d) in rows[group.rank]:
-                put(target[:, a:b, heads[group.rank]], x[:, c:d])
+            beside_it += [(target[:, a:b, heads[group.rank]], x[:, c:d]) for (a, b), (c, d) in rows[group.rank]]
+        put_all(early)
         self._pending = group.exchange(self._sent, receives)
+        put_all(beside_it)
 
     def wait(self) -> None:
         """Until the targets are written."""
         self._pending.wait()
-        for target, x in self._late:
-            put(target, x)
+        put_all(self._late)
 
 
 def gathered(group: Group, *xs: Any) -> list[list[Any]]:

@@ -1,0 +1,79 @@
+"""Copies to and from messages, and what ranks add up."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from copies_on_cpu import by_numpy
+from reference import fresh_rng
+
+from cupyflash import attention, attention_backward, block_mask, parallel
+from cupyflash.gpu.copies import Copies
+from cupyflash.parallel import Rows, arrays, run
+
+
+def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i // 48 == j // 48) & (j <= i)
+
+
+def test_all_copies_of_cupy_arrays_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, launched = fresh_rng(), []
+    adapter = types.SimpleNamespace(
+        pointer=lambda x: int(x.__array_interface__["data"][0]), device=lambda x: 3, stream=lambda ordinal: 7
+    )
+
+    def launch(self: Copies, addresses: Sequence[int], *where: int) -> None:
+        launched.append(where)
+        by_numpy(self, addresses)
+
+    monkeypatch.setattr(arrays, "library", lambda x: "cupy")
+    monkeypatch.setattr(arrays.interop, "library", lambda name, x: adapter)
+    monkeypatch.setattr(Copies, "launch", launch)
+    x, lse = rng.standard_normal((2, 24, 6, 8)).astype(np.float16), rng.standard_normal((2, 6, 24))
+    to, of_lse = np.zeros((2, 40, 3, 8), np.float16), np.zeros((2, 3, 30))
+    of_q = lse.swapaxes(1, 2)[..., None], of_lse.swapaxes(1, 2)[..., None]
+    pairs = [(to[:, 8:20], x[:, 4:16, 3:]), (to[:, 30:40], x[:, :10, ::2]), (of_q[1][:, 1:9], of_q[0][:, 16:, 3:])]
+    arrays.put_all([*pairs, (to[:, :0], x[:, :0, :3])])
+    arrays.put_all([])
+    assert launched == [(3, 7)]
+    for target, source in pairs:
+        np.testing.assert_array_equal(target, source)
+    assert np.count_nonzero(to) == np.count_nonzero(pairs[0][1]) + np.count_nonzero(pairs[1][1])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_sum_is_rounded_once(dtype: Any) -> None:
+    rng = fresh_rng()
+    parts = [rng.standard_normal((3, 50)).astype(np.float32) for _ in range(3)]
+    target = np.empty((3, 100), dtype)[:, ::2]
+    arrays.put_sum(target, parts)
+    np.testing.assert_array_equal(target, ((parts[0] + parts[1]) + parts[2]).astype(dtype))
+
+
+def test_keys_that_one_call_alone_has_are_written_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of documents that lie in the chunks of a rank; nor is anything zero before."""
+    n, size = 192, 2
+    rows = Rows(n, (((0, 48), (96, 144)), ((48, 96), (144, 192))))
+    x = fresh_rng().standard_normal((4, 1, n, 2, 8))
+    mask = block_mask(documents, shape=(n, n), block=16)
+    out, lse = attention(*x[1:], block_mask=mask, return_lse=True)
+    want = attention_backward(*x, out, lse, block_mask=mask)
+
+    def never(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(run, "add_to", never)
+    monkeypatch.setattr(run, "_beside", never)
+
+    def work(group: Any) -> Any:
+        own = parallel.block_mask(documents, rows, group, block=16)
+        given = [rows.take(y, group.rank) for y in (*x, out)]
+        norm = rows.take(lse, group.rank, 2)
+        return parallel.attention_backward(*given, norm, group, rows=rows, block_mask=own)
+
+    for whole, parts in zip(want, zip(*parallel.simulated(size).run(work))):
+        np.testing.assert_allclose(rows.join(list(parts)), whole, atol=1e-12)
