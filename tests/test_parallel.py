@@ -324,6 +324,7 @@ def test_explain() -> None:
     text = str(parallel.explain((1, 65536, 32, 128), rows=rows, heads_k=8, causal=True, exchange="keys"))
     assert "65,536 rows over 8 ranks, exchange of keys, 2 groups of key heads, 1 stretches" in text
     assert "rank 0: rows 0 to 4,096, 61,440 to 65,536; 268,439,552 pairs a head in 4 calls; keys of ranks 1, 2" in text
+    assert "rank 7: rows 28,672 to 36,864; 268,439,552 pairs a head in 2 calls" in text  # chunks that touch
     far = Machine(host=2)  # GPUs
     found = parallel.explain((1, 32768, 32, 128), rows=Rows.contiguous(32768, 4), heads_k=8, causal=True, machine=far)
     assert found.exchange == "keys forward and of heads backward" and len({x.pairs for x in found.ranks}) == 4

@@ -241,8 +241,12 @@ def test_of_rows_that_one_rank_leaves_out_all_are_told() -> None:
     x = torch.zeros(3, 1, 32, 2, 8)
 
     def work(group: Any) -> None:
-        with pytest.raises(TypeError, match="rows is a NoneType; it must be a parallel.Rows"):
-            parallel.attention(*x, group, **({"rows": ROWS} if group.rank else {}))
+        given: dict[str, Any] = {"rows": ROWS} if group.rank else {}
+        for own in (x, x.numpy()):
+            with pytest.raises(TypeError, match="rows is a NoneType; it must be a parallel.Rows"):
+                parallel.attention(*own, group, **given)
+            with pytest.raises(TypeError, match="rows is a NoneType; it must be a parallel.Rows"):
+                parallel.attention_backward(*own, *own[:2], own[0][..., 0].swapaxes(1, 2), group, **given)
 
     parallel.simulated(2).run(work)
 

@@ -210,19 +210,24 @@ def test_what_a_mask_cannot_be_made_of(given: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
-@pytest.mark.parametrize(("function", "raises"), [(x, y) for x in ("forward", "backward") for y in ("itself", "empty")])
+@pytest.mark.parametrize(
+    ("function", "raises"),
+    [(x, y) for x in ("forward", "backward") for y in ("itself", "empty")] + [("gathered", "itself")],
+)
 def test_what_one_rank_alone_raises_says_that_others_wait(
     function: str, raises: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its work, or as there is no room for its results."""
 
-    def ran(asked: Any, *_: Any) -> Any:
+    def ran(asked: Any, *x: Any) -> Any:
         if raises == "empty" or asked.rank == 1:
             raise MemoryError("out of memory")
-        return {}
+        return [[y] for y in x]  # of `gathered`
 
     def work(group: Any) -> Any:
         own = ROWS.take(X, group.rank)
+        if function == "gathered":
+            return parallel.merge(own, np.zeros((1, own.shape[2], own.shape[1]), X.dtype), group)
         if function == "forward":
             return parallel.attention(own, own, own, group, rows=ROWS)
         lse = np.zeros((1, own.shape[2], own.shape[1]), X.dtype)
@@ -231,7 +236,7 @@ def test_what_one_rank_alone_raises_says_that_others_wait(
     if raises == "empty":
         monkeypatch.setattr(calls, "empty", ran)
     else:
-        monkeypatch.setattr(run, function, ran)
+        monkeypatch.setattr(calls if function == "gathered" else run, function, ran)
     with pytest.raises(MemoryError, match="out of memory") as found:
         parallel.simulated(3).run(work)
     (note,) = found.value.__notes__

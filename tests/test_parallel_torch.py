@@ -15,6 +15,7 @@ from processes import together
 torch = pytest.importorskip("torch")
 
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cupyflash
@@ -71,7 +72,6 @@ def gradients(model: Any, of: Any, x: Any, total: int, world: int = 1, **how: An
 
 def in_a_group(rank: int, size: int, file: str) -> None:
     """What each of the processes does."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
@@ -135,8 +135,11 @@ def both(rows: Rows, mesh: Any, rank: int) -> None:
     own = [rows.take(x.detach(), rank).requires_grad_() for x in (q, k, v)]
     found = parallel.attention(*own, mesh, rows=rows, causal=True)
     torch.testing.assert_close(found, rows.take(out, rank))
-    pair = mesh.get_group(1), mesh.get_group(0)
-    torch.testing.assert_close(parallel.attention(*own, pair, rows=rows, causal=True), found, atol=0, rtol=0)
+    of_one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
+    for pair in ((mesh.get_group(1), mesh.get_group(0)), (of_one["heads"], of_one["keys"])):
+        torch.testing.assert_close(parallel.attention(*own, pair, rows=rows, causal=True), found, atol=0, rtol=0)
+    with pytest.raises(ValueError, match="group holds a mesh of 2 dimensions; it must be that mesh alone"):
+        parallel.attention(*own, (mesh, mesh), rows=rows)
     found.square().sum().backward()
     for x, y in zip(own, (q, k, v)):
         torch.testing.assert_close(x.grad, rows.take(y.grad, rank))

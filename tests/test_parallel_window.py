@@ -438,6 +438,16 @@ def test_ranks_wait_as_long_as_their_group_says() -> None:
     for found, milliseconds in ((types.SimpleNamespace(options=options), 90_000), (object(), window.PATIENCE)):
         group = types.SimpleNamespace(_get_backend=lambda device, found=found: found)
         assert window.patience(group, torch.device("cuda", 0)) == milliseconds
+    group = types.SimpleNamespace(_get_backend=lambda device: types.SimpleNamespace(options=options))
+    waiting = window.Window.__new__(window.Window)
+    waiting._group, waiting._device = lambda: group, torch.device("cuda", 0)
+    torch_group = pytest.importorskip("cupyflash.parallel.torch_group")
+    of = torch_group.TorchGroup.__new__(torch_group.TorchGroup)
+    of.window = waiting
+    for seconds, milliseconds in ((90, 90_000), (30, 30_000), (1e-4, 1)):  # 0 would be for ever
+        options._timeout = datetime.timedelta(seconds=seconds)
+        of.prepare("torch")  # before calls of a new kind
+        assert waiting._patience == milliseconds
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,11 @@ def _adapter(group: Any) -> Group:
 
         return MpiGroup(group)
     if kind == "torch":
-        ranks: Group = _torch().of(group)
-        return ranks
+        ranks: Any = _torch().groups(group)
+        if isinstance(ranks, tuple):
+            raise ValueError("group holds a mesh of 2 dimensions; it must be that mesh alone, or hold two of one each")
+        found: Group = ranks
+        return found
     if kind in ("cupy", "cupyx", "cupy_backends"):
         from .nccl import NcclGroup
 

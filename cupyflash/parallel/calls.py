@@ -85,7 +85,7 @@ def attention(
         lse = empty((b, h, s)[4 - len(q.shape) :], q, wide(q))
         run.forward(asked, four(out, asked.layout), three(lse))
     except Exception as error:
-        _note(error, asked)
+        _note(error, asked.rank, asked.team.size * asked.group.size)
         raise
     return (out, lse) if return_lse else out
 
@@ -138,7 +138,7 @@ def attention_backward(
         grads = dq, dk, dv = [empty(x.shape, x) for x in (q, k, v)]
         found = run.backward(asked, *(grads if asked.operands["q"] is q else [four(x, asked.layout) for x in grads]))
     except Exception as error:
-        _note(error, asked)
+        _note(error, asked.rank, asked.team.size * asked.group.size)
         raise
     return Gradients(dq, dk, dv, found)
 
@@ -165,15 +165,19 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
         _prepare([ranks], out)
         if kind is not None:
             ranks.known.add(kind)
-    return api.merge(*gathered(ranks, out, lse), layout=layout)
+    try:
+        return api.merge(*gathered(ranks, out, lse), layout=layout)
+    except Exception as error:
+        _note(error, ranks.rank, ranks.size)
+        raise
 
 
-def _note(error: Exception, asked: Asked) -> None:
+def _note(error: Exception, rank: int, size: int) -> None:
     """Say what an error that no other rank knows of means for these."""
-    if asked.team.size * asked.group.size > 1 and hasattr(error, "add_note"):  # from Python 3.11 on
+    if size > 1 and hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(
-            f"Raised on rank {asked.rank} after all ranks had agreed on the call: others may wait for it until the "
-            "time-out of their group."
+            f"Raised on rank {rank} after all ranks had agreed on the call: others may wait for it until the time-out "
+            "of their group."
         )
 
 

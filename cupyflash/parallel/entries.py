@@ -13,12 +13,14 @@ from .arrays import library
 @functools.wraps(calls.attention)
 def attention(q: Any, k: Any, v: Any, group: Any = None, **given: Any) -> Any:
     kind = _library(q)
+    given.setdefault("rows", None)  # of what is left out all ranks are told
     return _functions(kind).attention(q, k, v, named(group, kind), **given)
 
 
 @functools.wraps(calls.attention_backward)
 def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, group: Any = None, **given: Any) -> Any:
     kind = _library(q)
+    given.setdefault("rows", None)
     return _functions(kind).attention_backward(dout, q, k, v, out, lse, named(group, kind), **given)
 
 

@@ -157,9 +157,8 @@ def _lines(
     how = f", {groups} groups of key heads, {stretches} stretches" if "keys" in kind else ""
     lines = [f"{rows.length:,} rows over {size} ranks, exchange of {kind}{how}"]
     for r, x in enumerate(found[:16]):
-        chunks = ", ".join(f"{a:,} to {b:,}" for a, b in rows.chunks[r][:4]) + (
-            ", ..." if len(rows.chunks[r]) > 4 else ""
-        )
+        spans = [x for x, _ in rows.local(r)]
+        chunks = ", ".join(f"{a:,} to {b:,}" for a, b in spans[:4]) + ", ..." * (len(spans) > 4)
         sources = sorted({y.source for of in plans[r] for y in of.receives} - {r}) if "keys" in kind else []
         whose = f"; keys of ranks {', '.join(map(str, sources[:8]))}{', ...' * (len(sources) > 8)}" if sources else ""
         lines.append(

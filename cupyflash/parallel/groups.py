@@ -20,9 +20,9 @@ class Group(Protocol):
     """Some ranks. Each makes the same calls, in the same order.
 
     It may also have `refuses(kind, on_gpu, ordinal)`, which says of arrays of a library on a device what they must be
-    in their place, or None; `prepare(kind)`, which all ranks call before such arrays are sent; `meet()`, which they
-    call before what is asked is looked at; `beside`, whether it pays to send while one computes (default: it does); and
-    `window`, through which ranks write into each other's memory, or None.
+    in their place, or None; `prepare(kind)`, which all ranks call before calls of a new kind send such arrays;
+    `meet()`, which they call before what is asked is looked at; `beside`, whether it pays to send while one computes
+    (default: it does); and `window`, through which ranks write into each other's memory, or None.
     """
 
     @property

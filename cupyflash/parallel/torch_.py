@@ -27,8 +27,7 @@ def attention(
         options.pop("score_arrays", None)
     named = [name for name in _FOLLOWED if options.get(name) is not None]
     tensors = [q, k, v, *[options[name] for name in named], *reads.values()]
-    # (Of what is neither True nor False, or left out, all ranks are told.)
-    options.setdefault("rows", None)
+    # (Of what is neither True nor False all ranks are told.)
     with_lse = True if return_lse is False else return_lse
     if recorded([x for x in tensors if isinstance(x, torch.Tensor)]):
         given = {name: x for name, x in options.items() if name not in (*named, "score_arrays")}

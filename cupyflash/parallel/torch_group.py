@@ -57,6 +57,11 @@ class TorchGroup:
             if self.all_gather(np.array([window is not None], np.uint8)).all():
                 self.window = window
 
+    def prepare(self, kind: str) -> None:
+        """Before calls of a new kind: time-outs may have been set since the last."""
+        if self.window is not None:
+            self.window.wait_as_long()
+
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> _Works:
         out, into, late = _by_rank(sends), _by_rank(receives), []
         for rank, some in out.items():

@@ -28,7 +28,8 @@ class Window:
     """Memory on each rank that all may read and write. Who calls says what lies where; it is the same on all ranks."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device, self._patience = weakref.ref(group), device, patience(group, device)
+        self._group, self._device = weakref.ref(group), device
+        self.wait_as_long()
         self._stream, self._pushed = torch.cuda.Stream(device), False
         # Streams are raw handles, of which 0 is the current GPU's, and events are used again: PyTorch's cost the host
         # several us each time.
@@ -38,6 +39,10 @@ class Window:
         self._last: int | None = None  # the stream in which it was last read, until `_read`
         self._of_graphs: dict[int, Any] = {}  # memory that captured graphs go on to use
         self._reserve(_ALIGNED)
+
+    def wait_as_long(self) -> None:
+        """As the group does by now."""
+        self._patience = patience(self._group(), self._device)
 
     @torch.inference_mode(False)  # or whoever comes later, outside, might not write to it
     def _reserve(self, size: int) -> None:
@@ -133,6 +138,7 @@ class Window:
 def patience(group: Any, device: torch.device) -> int:
     """Milliseconds that ranks of a group wait for each other: its own time-out."""
     try:
-        return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+        # (0 would be for ever.)
+        return max(1, int(group._get_backend(device).options._timeout.total_seconds() * 1000))
     except (AttributeError, RuntimeError):  # of a backend without options, or without a word about it
         return PATIENCE
