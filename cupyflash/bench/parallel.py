@@ -25,7 +25,8 @@ from . import machine, parallel_page
 
 SECONDS = 300  # that a run may take, of which whole cases are left out
 LEAST = 12  # seconds that must be left for a case to begin
-LIBRARIES = {"cupy": 30, "jax": 40}  # and seconds that are left for each
+LIBRARIES = ("cupy", "jax")
+APART = {"memory": 25, "cupy": 30, "jax": 40}  # in processes of their own, and seconds that are left for each
 
 
 def run(
@@ -84,14 +85,16 @@ def run(
     parallel_page.begin(folder, circumstances)
     if resume:
         names = _missing(folder, names)
-    own, others = [x for x in names if x not in LIBRARIES], [x for x in names if x in LIBRARIES]
+    others = [x for x in APART if x in names]
     codes = [0]
-    if own:
-        until = end - sum(LIBRARIES[x] for x in others)
-        command = ["cupyflash.bench.parallel", "--until", str(until), f"--out={folder}"]
-        command += [f"--only={x}" for x in own] + [f"--groups={n}" for n in groups]
-        command += ["--cpu"] * cpu
-        codes.append(_together([command] * number, until))
+    for some in ([x for x in names if x not in others], [x for x in others if x not in LIBRARIES]):
+        if some:
+            until = end - sum(APART[x] for x in others if x not in some)
+            command = ["cupyflash.bench.parallel", "--until", str(until), f"--out={folder}"]
+            command += [f"--only={x}" for x in some] + [f"--groups={n}" for n in groups]
+            command += ["--cpu"] * cpu
+            codes.append(_together([command] * number, until))
+            others = [x for x in others if x not in some]
     for library in others:
         command = ["cupyflash.bench.parallel_libraries", library, str(folder)]
         processes = number if library == "cupy" else 1

@@ -4,14 +4,14 @@ call, memory, a step of decoding, the host's time."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
-from .. import attention, parallel
+from .. import attention, attention_backward, parallel
 from ..parallel import Rows
 from ..tools.timing import significant
 from .parallel_cases import DIM
@@ -141,7 +141,8 @@ def beside(w: World) -> list[dict[str, Any]]:
 
 
 def memory(w: World) -> list[dict[str, Any]]:
-    """Beyond inputs and results of a forward, in groups of K and V: of one key head each."""
+    """Beyond inputs and results of a forward, in groups of K and V: of one key head each. (What needs most comes last,
+    and nothing else came before: a window is as large as its largest call.)"""
     length, hq, hk = (512, 4, 2) if w.cpu else (131072, 32, 8)
     kind = torch.float32 if w.cpu else torch.bfloat16
     rows, found = Rows.zigzag(length, w.size), []
@@ -165,7 +166,7 @@ def memory(w: World) -> list[dict[str, Any]]:
         w.wait()
         results = out.nbytes + lse.nbytes
         peak = w.largest(torch.cuda.max_memory_allocated() - before - results)
-        if how["exchange"] == "keys" and w.window is not None:
+        if w.window is not None:
             peak += w.window.nbytes  # which PyTorch does not count; of the largest call until now
         del out, lse
         found.append(row(f"memory, {name}", "forward", "groups", peak / group, w, {"MB": peak / 1e6}))
@@ -207,23 +208,38 @@ def host(w: World) -> list[dict[str, Any]]:
         length = 512
     kind = torch.float32 if w.cpu else torch.bfloat16
     rows, found = Rows.zigzag(length, w.size), []
-    own = [torch.randn(1, rows.count(w.rank), heads, dim, device=w.device, dtype=kind) for _ in range(3)]
-    chunks = rows.local(w.rank)
-    k, v = (torch.randn(1, length, heads, dim, device=w.device, dtype=kind) for _ in range(2))
 
-    def parts() -> None:
-        for (a, b), (c, d) in chunks:
-            attention(own[0][:, c:d], k[:, :b], v[:, :b], causal=True, at=(0, 0, a, 0), return_lse=True)
+    def drawn(n: int, of: int) -> list[torch.Tensor]:
+        return [torch.randn(1, n, of, dim, device=w.device, dtype=kind) for _ in range(3)]
 
-    x = [torch.randn(1, length, heads // w.size or 1, dim, device=w.device, dtype=kind) for _ in range(3)]
-    ways: dict[str, Callable[[], Any]] = {"keys": parts, "heads": partial(attention, *x, causal=True, return_lse=True)}
-    if heads % w.size:
-        del ways["heads"]
-    for name, alone in ways.items():
-        call = partial(parallel.attention, *own, rows=rows, causal=True, return_lse=True, exchange=name)
-        each = {"whole": microseconds(w, call), "parts": microseconds(w, alone)}
-        found.append(row(f"host, {name}", "forward", "us", each["whole"] - each["parts"], w, each))
+    own, (k, v, _) = drawn(rows.count(w.rank), heads), drawn(length, heads)
+    parts = [
+        ((own[0][:, c:d], k[:, :b], v[:, :b]), {"causal": True, "at": (0, 0, a, 0)})
+        for (a, b), (c, d) in rows.local(w.rank)
+    ]
+    ways = {"keys": parts}
+    if heads % w.size == 0:
+        ways["heads"] = [(tuple(drawn(length, heads // w.size)), {"causal": True})]
+    for name, some in ways.items():
+        how: dict[str, Any] = {"rows": rows, "causal": True, "exchange": name}
+        pairs = both(parallel.attention, parallel.attention_backward, own, how)
+        alone = [both(attention, attention_backward, x, of) for x, of in some]
+        for n, of in enumerate(("forward", "backward")):
+
+            def every(n: int = n, alone: Any = alone) -> None:
+                for x in alone:
+                    x[n]()
+
+            each = {"whole": microseconds(w, pairs[n]), "parts": microseconds(w, every)}
+            found.append(row(f"host, {name}", of, "us", each["whole"] - each["parts"], w, each))
     return found
+
+
+def both(forward: Any, backward: Any, x: Sequence[torch.Tensor], how: dict[str, Any]) -> tuple[Any, Any]:
+    """A forward, and the backward of what it gave."""
+    forward = partial(forward, *x, **how, return_lse=True)
+    out, lse = forward()
+    return forward, partial(backward, out, *x, out, lse, **how)
 
 
 def microseconds(w: World, call: Callable[[], Any]) -> float:
