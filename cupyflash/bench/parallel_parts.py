@@ -213,13 +213,13 @@ def host(w: World) -> list[dict[str, Any]]:
         return [torch.randn(1, n, of, dim, device=w.device, dtype=kind) for _ in range(3)]
 
     own, (k, v, _) = drawn(rows.count(w.rank), heads), drawn(length, heads)
-    parts = [
+    parts: list[tuple[Sequence[torch.Tensor], dict[str, Any]]] = [
         ((own[0][:, c:d], k[:, :b], v[:, :b]), {"causal": True, "at": (0, 0, a, 0)})
         for (a, b), (c, d) in rows.local(w.rank)
     ]
     ways = {"keys": parts}
     if heads % w.size == 0:
-        ways["heads"] = [(tuple(drawn(length, heads // w.size)), {"causal": True})]
+        ways["heads"] = [(drawn(length, heads // w.size), {"causal": True})]
     for name, some in ways.items():
         how: dict[str, Any] = {"rows": rows, "causal": True, "exchange": name}
         pairs = both(parallel.attention, parallel.attention_backward, own, how)

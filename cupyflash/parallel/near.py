@@ -11,7 +11,22 @@ from typing import Any, NamedTuple
 from ..gpu.copies import Copies, Piece, Side
 from ..passes import PER_QUERY
 from ..problem import contiguous
-from .arrays import Place, alone, beside, empty, place, put_sum, strides, taken, wide
+from .arrays import (
+    Cuts,
+    Place,
+    alone,
+    beside,
+    cut_up,
+    cuts,
+    empty,
+    library,
+    lying,
+    place,
+    put_sum,
+    strides,
+    taken,
+    wide,
+)
 from .rows import Span
 from .steps import Round
 from .transfers import ByHeads, Here, Numbers, Sums, among, parts_of
@@ -32,7 +47,7 @@ class NearKeys:
         self._window, self._rank, self._plan, self._kv, self._grads = window, rank, plan, (k, v), grads
         self._numbers = numbers
         # (Numbers of heads that were handed over lie as the way had it by which these came.)
-        key = "moves", k.shape[2], len(plan), *map(strides, numbers.arrays.values())
+        key = "moves", k.shape[2], len(plan), *map(lying(library(k)), numbers.arrays.values())
         if key not in memo:
             memo[key] = _Moves(plan, rank, k, v, grads is not None, numbers)
         self._moves: _Moves = memo[key]
@@ -80,9 +95,10 @@ class NearKeys:
         if self._given is None:
             return
         n, self._given = self._given, None
+        heads, rows, _ = self._moves.rounds[n].added
         for target, added in zip(self._grads, self._views[n].added):
-            for to, parts in added:
-                put_sum(taken(target, to), parts)
+            for x, parts in zip(cut_up(taken(target, heads), rows), added):
+                put_sum(x, parts)
 
     def _seen(self, n: int) -> _Views:
         array, rank, of, moves = self._window.array, self._rank, self._plan[n], self._moves.rounds[n]
@@ -97,7 +113,7 @@ class NearKeys:
             for r, shapes in ((rank, moves.shapes), *moves.others)
         }
         sums = Sums(whose[rank], [[alone(x, at) for x in whose[rank]] for at in of.places])
-        added = [[(to, [alone(whose[r][i], at) for r, at in parts]) for to, parts in moves.added] for i in range(2)]
+        added = [[[alone(whose[r][i], at) for r, at in parts] for parts in moves.added.parts] for i in range(2)]
         return _Views(keys, numbers, sums, added)
 
 
@@ -107,7 +123,7 @@ class _Views(NamedTuple):
     keys: list[list[Any]]  # K and V of each call
     numbers: list[dict[str, Any]]  # of each call, those that do not lie side by side where they are given
     sums: Sums | None
-    added: list[list[tuple[Place | None, list[Any]]]]  # of K and V: where a sum goes, and what it is of
+    added: list[list[list[Any]]]  # of K and V: what each sum is of
 
 
 class _Moves:
@@ -162,8 +178,12 @@ def _of_numbers(plan: Sequence[Round], of: Numbers) -> tuple[list[Piece], list[l
     return pieces, every, most
 
 
-# Where a sum goes, and which rows of which ranks it is.
-_Added = tuple[Place | None, tuple[tuple[int, Place | None], ...]]
+class _Added(NamedTuple):
+    """Gradients of keys that a rank holds."""
+
+    heads: Place | None
+    rows: Cuts  # where each sum goes
+    parts: list[list[tuple[int, Place | None]]]  # of which ranks' rows it is, in this order
 
 
 class _Round(NamedTuple):
@@ -176,25 +196,25 @@ class _Round(NamedTuple):
     packed: int  # bytes of the latter
     sends: list[tuple[int, int, int, int, int]]  # rank, byte there, of which array here (_OWN, ...), byte, bytes
     others: list[tuple[int, list[tuple[int, ...]]]]  # ranks with sums of rows held here, and their shapes
-    added: list[_Added]  # in this order
+    added: _Added
     numbers: list[dict[str, _Room]]  # of each call
 
 
 _OWN, _PACKED, _GIVEN = range(3)  # this rank's window, rows that are not among its keys, K; V and numbers are behind
 
 
-def _added(of: Round, rank: int, k: Any) -> list[_Added]:
-    """Of gradients of a round's keys that a rank holds."""
+def _added(of: Round, rank: int, k: Any) -> _Added:
     have = {m.target: (m.length, m.here) for m in of.sends} | {rank: (of.length, tuple(x for _, x in of.own(rank)))}
-    found: list[_Added] = []
-    for (a, b), parts in parts_of(of, rank):
+    every, found = parts_of(of, rank), []
+    for (a, b), parts in every:
         sources = []
         for x in parts:
             length, here = have[x.rank]
             first = here[x.piece][0] + x.at
             sources.append((x.rank, place(((first, first + b - a), length))))
-        found.append((place(((a, b), k.shape[1]), (of.heads, k.shape[2])), tuple(sources)))
-    return found
+        found.append(sources)
+    count = k.shape[1]
+    return _Added(place(((0, count), count), (of.heads, k.shape[2])), cuts(1, [x for x, _ in every], count), found)
 
 
 def _moves(

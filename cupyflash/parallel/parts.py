@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .. import dispatch, interop
 from ..api import trace_score
 from ..call import Arrays, Call
-from ..passes import FORWARD, PER_QUERY, Pass
+from ..passes import FORWARD, Pass
 from ..problem import complete
 from .arrays import Cuts, Place, cuts, lying, place, taken
 from .asked import Asked, index
@@ -175,7 +175,7 @@ class Part:
 
     def numbers(self, plan: Sequence[Turns], xs: dict[str, Any]) -> Numbers:
         """Those of `xs`, as calls of a backward take them."""
-        return Numbers({name: x for name, x in xs.items() if name in PER_QUERY}, [x.places for x in plan], *self.most)
+        return Numbers({x: xs[x] for x in ("lse", "dlse") if x in xs}, [x.places for x in plan], *self.most)
 
     @functools.cached_property
     def alone(self) -> bool:
