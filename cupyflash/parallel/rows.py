@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import operator
@@ -43,6 +44,13 @@ class Rows:
         held = joined(x for spans in self.chunks for x in spans)
         if held != ([(0, self.length)] if self.length else []) or self.length != sum(map(self.count, range(self.size))):
             raise ValueError(f"chunks hold {held}; they must hold each of {self.length} rows once")
+
+    def __hash__(self) -> int:  # every call asks, of all chunks
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.length, self.chunks))
 
     @classmethod
     def contiguous(cls, length: int, size: int, *, multiple: int = MULTIPLE) -> Rows:
