@@ -251,6 +251,15 @@ def test_of_rows_that_one_rank_leaves_out_all_are_told() -> None:
     parallel.simulated(2).run(work)
 
 
+def test_a_tensor_is_no_group() -> None:
+    x = torch.zeros(3, 1, 32, 2, 8)
+    for group in (x, (x, x)):
+        with pytest.raises(
+            TypeError, match=r"group is a torch.Tensor; it must be parallel.simulated\(n\)'s, PyTorch's"
+        ):
+            parallel.attention(*x, group, rows=ROWS)
+
+
 def test_a_group_that_was_destroyed_is_not_taken_for_the_default_one() -> None:
     torch_group = pytest.importorskip("cupyflash.parallel.torch_group")
     found = torch_group.TorchGroup.__new__(torch_group.TorchGroup)

@@ -31,8 +31,7 @@ def _adapter(group: Any) -> Group:
         from .mpi import MpiGroup
 
         return MpiGroup(group)
-    if kind == "torch":
-        ranks: Any = _torch().groups(group)
+    if kind == "torch" and (ranks := _torch().groups(group)) is not group:
         if isinstance(ranks, tuple):
             raise ValueError("group holds a mesh of 2 dimensions; it must be that mesh alone, or hold two of one each")
         found: Group = ranks
