@@ -307,6 +307,7 @@ static float __int_as_float(int x) { return bits<float>(x); }
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static int __ffs(int x) { return __builtin_ffs(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {

@@ -210,8 +210,9 @@ class Ran:
         last_first: bool = False,
         seed: int | None = None,
         mask: BlockMask | None = None,
+        left: dict[str, Guarded] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Results by name. Programs are those compiled; the plans say grids and workspaces."""
+        """Results by name. Programs are those compiled; the plans say grids and workspaces, which end up in `left`."""
         mapped = bool(self.plans[0].maps)  # TMA wants rows that begin at 16 bytes, as the corridor copies them
         inputs = {name: Guarded(x.shape, x.dtype, x, rows_aligned=mapped) for name, x in given.items()}
         of = {name: given.get(name.removeprefix("d"), given["q"]).dtype for name in shapes}
@@ -223,6 +224,8 @@ class Ran:
             for use in kernels.lists:
                 found = mask.list_for(use)
                 spaces[use.name] = Guarded(found.shape, found.dtype, found)
+            if left is not None:
+                left |= spaces
             if n == 0:
                 run(library, kernels, problem, results | inputs | spaces, last_first, 2, seed)
                 for name in ("out", "lse"):

@@ -11,6 +11,7 @@ import pytest
 from cuda_on_cpu import cases, needs_compiler
 from kernel_cover import problem as any_problem
 from lengths_on_cpu import Ran, Sequences, check, check_nonsense, plans_of
+from on_cpu import Guarded
 from reference import state
 
 from cupyflash.gpu.device import Arch
@@ -75,6 +76,16 @@ CASES: dict[str, Case] = {
         packed(r, [140, 200], [20, 130], heads=(2, 1), dims=(128, 128)), {"causal": True}, {"sinks": normal(r, 2)},
     ),
     "a long one before short ones": lambda r: (packed(r, [500, 60, 30], [3, 60, 40], heads=(1, 1)), {}, {}),
+    "one key tile of all keys, many queries": lambda r: (
+        packed(r, [300, 1, 63, 0, 65], [40, 129, 127, 7, 128], heads=(4, 2), dims=(96, 88)),
+        {"causal": True, "deterministic": True, "window": (70, None)}, {},
+    ),
+    "one key tile of all keys, few queries": lambda r: (
+        packed(r, [3, 1, 70, 129, 9], [200, 1, 127, 129, 128], heads=(3, 1)), {"deterministic": True}, {},
+    ),
+    "one key tile of all keys, rows of no 16 bytes": lambda r: (
+        packed(r, [129, 64, 1], [60, 128, 140], heads=(2, 1), dims=(60, 52)), {"window": (20, 9)}, {},
+    ),
     "192": lambda r: (packed(r, [63, 0, 130], [95, 3, 97], heads=(2, 1), dims=(192, 128)), IN_ORDER, {}),
     "256": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(256, 200)), {"causal": True}, {}),
     "256 in order": lambda r: (packed(r, [65, 1, 130], [300, 60, 64], heads=(1, 1), dims=(256, 256)), IN_ORDER, {}),
@@ -107,11 +118,11 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@cases(CASES, "64 causal", "128")
+@cases(CASES, "64 causal", "128", "one key tile of all keys, many queries")
 def test_each_as_by_itself(case: str, rng: np.random.Generator) -> None:
     of, options, others = CASES[case](rng)
     seed = 5 if "seed" in others else None
-    dim = max(of.dims)
+    dim = next(n for n in TILES if max(of.dims) <= n)
     narrow = (2, 64, 2, 1) if "bias" in others else USUAL
     forward = None if dim > 192 else (2, 96, 2, 1) if dim > 128 else narrow  # (bits are those of the tile)
     tiles = {"forward": forward, "backward": TILES[dim]}
@@ -143,6 +154,48 @@ def test_short_ones(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -
     problem = state(of.of_queries("q"), of.of_keys("k"), of.of_keys("v"), **of.lengths())
     assert dict(plan(problem, GPU, BACKWARD, "sm90").constants)["WARPGROUPS"] == 1
     check("sm90", GPU, of, {"deterministic": True}, tiles={"forward": USUAL, "backward": (64, 64, 1, 2, 2, 0)})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dq_is_summed_of_sequences_with_several_key_tiles_alone(deterministic: bool, rng: np.random.Generator) -> None:
+    """Of others nobody writes to the places of sums, not even zeros."""
+    queries = [70, 140, 200, 9, 0]
+    of = packed(rng, queries, [80, 128, 300, 3, 4], heads=(6, 6), behind=0)
+    given = {name: of.of_queries(name) for name in ("q", "dout")} | {name: of.of_keys(name) for name in "kv"}
+    given |= {"dlse": of.own_dlse()} | of.lengths()
+    arrays, options = (given[x] for x in "qkv"), {"causal": True, "deterministic": deterministic}
+    problem = state(*arrays, **options, **of.lengths())
+    plans = plans_of(problem, GPU, "sm90", True, {}, {"forward": USUAL, "backward": TILES[64]})
+    scalars = dict(plans[1].scalars)
+    assert dict(plans[1].constants)["WHOLE_BY_LENGTH"] and scalars["resident"] < 6, "places are used again"
+    shapes = {"out": given["dout"].shape, "lse": given["dlse"].shape} | {f"d{x}": given[x].shape for x in "qkv"}
+    spaces: dict[str, Guarded] = {}
+    Ran(plans)(problem, plans, given, shapes, left=spaces)
+    sums = spaces["dq_sum"].array.reshape(scalars["resident"], -1, 128 * 64)
+    places = [sum(queries[:2]) // 128 + 2 + n for n in range(2)]  # of its query tiles
+    for place in range(sums.shape[1]):
+        assert np.isnan(sums[:, place]).all() == (place not in places), place
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields", "some"),
+    [
+        (40, {}, True),
+        (128, {}, True),
+        (129, {}, False),  # to ask costs more than it saves
+        (40, {"dim": 256}, False),  # consumers share out the columns, and hold no rows
+        (40, {"out_dtype": "float32"}, False),
+        (40, {"block_mask": ("batch",)}, False),
+        (40, {"max_seqlen_q": 8192, "max_seqlen_k": 8192}, True),
+    ],
+)
+def test_where_key_tiles_may_have_all_keys(keys: int, fields: dict[str, Any], some: bool) -> None:
+    packed = tuple(Given(name, "int32", ("offset",)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    rows = 64 * keys
+    asked = any_problem("bfloat16", **{"dim": 64, "batch": 64, "seq_q": rows, "seq_k": rows, "rows_q": rows,
+        "rows_k": rows, "given": packed} | fields)  # fmt: skip
+    made = plan(asked, Arch.of("sm_90a"), BACKWARD)
+    assert dict(made.constants).get("WHOLE_BY_LENGTH", False) == some
 
 
 # And which rows hold anything: of q and dout, of k and v.
@@ -235,6 +288,7 @@ def test_what_is_not_served_is_named(rng: np.random.Generator) -> None:
         (64, 16384, 16, 256, 128, False, False),  # two key tiles each
         (65, 16384, 16, 8192, 128, True, True),
         (512, 26600, 16, 128, 128, True, True),
+        (512, 20480, 16, 40, 128, True, True),  # one each
         (512, 26600, 2, 128, 128, False, False),  # nothing to do meanwhile
     ],
 )

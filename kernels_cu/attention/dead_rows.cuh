@@ -26,6 +26,18 @@ struct DeadRows {
         return all != 0;
     }
 
+    // The first of those with which it ends, without a live one between; they count no more.
+    __device__ int take_end() {
+        int first = 0;
+#pragma unroll
+        for (int n = 0; n < WORDS; n++)
+            if (~bits[n] != 0) first = 32 * n + 32 - __clz(~bits[n]);
+#pragma unroll
+        for (int n = 0; n < WORDS; n++)
+            if (first < 32 * n + 32) bits[n] &= first > 32 * n ? (1u << (first - 32 * n)) - 1 : 0;
+        return first;
+    }
+
     // Zeros there, by one of WARPS warps, 16 bytes after the other whichever row they are of: the faster one where all
     // are dead, as in tiles of padding. (The backward, which does so once for a tile of keys, spills with it.)
     template <int WARPS, class Tile>
@@ -66,9 +78,8 @@ struct DeadRows {
 template <int COUNT>
 __device__ DeadRows<COUNT> unseen_keys(const Pairs& pairs, int first) {
     Range live = pairs.head.live_keys(pairs.p);
-    return DeadRows<COUNT>([&](int j) {
-        return first + j < live.begin || (first + j < live.end && !pairs.key_seen(first + j));
-    });
+    return DeadRows<COUNT>(
+        [&](int j) { return first + j < live.begin || (first + j < live.end && !pairs.key_seen(first + j)); });
 }
 
 // Whether the i-th query of those whose numbers (attention/prepare.cuh) lie in shared memory sees no key, or is none.

@@ -36,6 +36,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
     while (true) {
         KeyTile t = s.next_tile();
         if (t.none()) break;
+        if (WHOLE_BY_LENGTH && has_whole_dq(p, t.head(p))) continue;  // the consumers store rows
         if constexpr (!CONSUMERS_ADD) {
             // Tiles: owed, added to but not told; begun, as was seen.
             int shift = counters.shift(p, t.share), owed = -1, begun = -1;
@@ -161,7 +162,7 @@ __device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
     for (int n = FIRST; n < FIRST + COUNT; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
 }
 
-// WHOLE_DQ: a consumer's part, rounded, as rows of queries in shared memory.
+// Where that is all of dQ: a consumer's part, rounded, as rows of queries in shared memory.
 using DQTile = SwizzledTile<PART_ROWS, 64>;
 
 __device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, float scale) {
@@ -169,7 +170,42 @@ __device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part
     store_rounded<true>(dq, DQTile{part}, 0, threadIdx.x / 32 % 4 * 16);
 }
 
-// And the warp that sends it on to memory. (A template since other kernels have no map of dQ.)
+// Write the first rows of a tile to global memory, `rows` of `cols` elements, by WARPS warps together.
+template <int WARPS, int ROWS, int COLS, class T>
+__device__ void store_rows_by(SwizzledTile<ROWS, COLS> tile, T* target, long long row_stride, int rows, int cols) {
+    using Tile = SwizzledTile<ROWS, COLS>;
+    constexpr int STEP = 4 * WARPS, STEPS = (ROWS + STEP - 1) / STEP;  // eight lanes a row of 128 bytes
+    static_assert(STEP % 8 == 0 && sizeof(T) == 2);
+    int thread = threadIdx.x % (32 * WARPS), first = thread / 8;
+    if (!aligned(target, row_stride, cols)) {
+        store_rows<ROWS / WARPS>(tile, thread / 32 * (ROWS / WARPS), target, row_stride, rows, cols);
+        return;
+    }
+#pragma unroll
+    for (int block = 0; block < Tile::BLOCKS; block++) {
+        int col = 64 * block + thread % 8 * 8;
+        T* to = target + first * row_stride + col;
+        unsigned from = tile.address(first, col);
+        uint4 x[STEPS];
+        int left = col < cols ? min(rows, ROWS) - first : 0;
+#pragma unroll
+        for (int n = 0; n < STEPS; n++)
+            if (n * STEP < left) x[n] = load_shared_16(from + 128 * STEP * n);
+#pragma unroll
+        for (int n = 0; n < STEPS; n++)
+            if (n * STEP < left) *(uint4*)(to + n * STEP * row_stride) = x[n];
+    }
+}
+
+// WHOLE_BY_LENGTH: on to memory, by all of the consumer's threads. (A box would have rows of the next sequence.)
+__device__ inline void store_own_rows(const Params& p, const Head& head, int tile_q, int warpgroup, unsigned part) {
+    sync_threads<128>(3 + warpgroup);
+    int row = tile_q * ROWS + (SHARE_ROWS ? warpgroup * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * warpgroup;
+    store_rows_by<4>(DQTile{part}, head.query_row(dq_rows(p), dq_strides(p), row) + column, dq_strides(p).row,
+                     head.queries(p) - row, p.dim - column);
+}
+
+// WHOLE_DQ: the warp that sends it on. (A template since other kernels have no map of dQ.)
 template <class Maps>
 __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
     Shared::DQRing dq = s.dq(0);  // all consumers are at the same place in theirs
@@ -206,6 +242,13 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
             dq.advance();
         });
     }
+}
+
+// Whether key tiles add to the n-th tile of queries of all heads.
+__device__ inline bool has_sums(const Params& p, int n) {
+    if constexpr (!WHOLE_BY_LENGTH) return true;
+    HeadTile at = numbered_queries(p, n);
+    return !at.none() && !has_whole_dq(p, at.head);
 }
 
 // A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of
@@ -247,7 +290,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             for (int i = 0; i < DQ_TILE / 128 / FINISH_PARTS; i++) sums[32 * i] = make_float4(0, 0, 0, 0);
         };
         if (next < p.resident) {
-            if (!FIRST_STORES) clear();
+            if (!FIRST_STORES && has_sums(p, n)) clear();
             cleared();
             continue;
         }
@@ -264,7 +307,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
             n = share.first(p) + nth;
         }
         auto [head, tile] = numbered_queries(p, n);
-        if (PACKED_Q && tile < 0) {  // no tile has this place, which is never added to
+        if (PACKED_Q && tile < 0 || WHOLE_BY_LENGTH && has_whole_dq(p, head)) {  // nobody adds here
             if (again) cleared();
             continue;
         }

@@ -31,6 +31,15 @@ __device__ auto* row_numbers(const Given& p, int tile) {
         return p.delta + tile * COUNT;
 }
 
+// `rows` of K or V. (A box of a whole tile would bring most of all from other sequences, where they are short.)
+template <class Tile>
+__device__ void load_keys(Tile tile, const TensorMap& map, unsigned barrier, InMap at, int rows) {
+    if constexpr (WHOLE_BY_LENGTH)
+        tile.template load_rows<BOX_KEYS>(map, barrier, at, rows);
+    else
+        tile.load(map, barrier, at);
+}
+
 // The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
@@ -38,7 +47,7 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
     int number = next_number(p, s), of_head = key_tiles_of_head(p), total = of_head * Share::count(p);
     unsigned steps = 0, tiles = 0;
     auto wait_for_key_tile = [&](const KeyTile& t) {
-        if (!WHOLE_DQ) counters.wait_for_room(t.share);
+        if (!has_whole_dq(p, t.head(p))) counters.wait_for_room(t.share);
         s.k.go_to(tiles);
         s.v.go_to(tiles);
         s.k.wait_empty();
@@ -73,16 +82,16 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             if (first) {  // K and V after them: there is room for one, which the key tile before needs to its end
                 first = false;
                 wait_for_key_tile(t);
-                mbarrier_arrive_expect(s.k.full(), K_BYTES + SPLIT_KEYS * FarKTile::BYTES);
+                int key = s.first_key(t), rows = loaded_keys(head.keys(p) - key);
+                mbarrier_arrive_expect(s.k.full(), K_BYTES / KEYS * rows + SPLIT_KEYS * FarKTile::BYTES);
                 InMap keys = head.at_key(p, 0);
-                int key = s.first_key(t);
-                s.k_tile().load(maps.k, s.k.full(), keys.down(key, s.column()));
+                load_keys(s.k_tile(), maps.k, s.k.full(), keys.down(key, s.column()), rows);
                 if constexpr (TK) s.tk_tile().load(maps.tk, s.k.full(), keys.down(key));
                 if (SPLIT_KEYS)
                     s.far_k_tile().load(maps.k, s.k.full(), keys.down(s.far_key(t), 64 * s.dq_block(0)));
                 s.v.wait_empty();
-                mbarrier_arrive_expect(s.v.full(), V_BYTES);
-                s.v_tile().load(maps.v, s.v.full(), keys.down(key, s.column_v()));
+                mbarrier_arrive_expect(s.v.full(), V_BYTES / KEYS * rows);
+                load_keys(s.v_tile(), maps.v, s.v.full(), keys.down(key, s.column_v()), rows);
                 if constexpr (TV) s.tv_tile().load(maps.tv, s.v.full(), keys.down(key));
             }
         });

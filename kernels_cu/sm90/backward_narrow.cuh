@@ -18,7 +18,11 @@ constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 struct NarrowConsumer : KeyOwner {
     const TensorMaps& maps;
     bool owed = false;  // whether the thread that adds dQ is still to be told of a part
-    bool near = true;   // whether soft caps with the keys at hand were near 0 so far: then it is asked again
+    // WHOLE_BY_LENGTH: whether the keys at hand are all of their sequence, and how many steps had such.
+    bool whole = false;
+    unsigned whole_steps = 0;
+    int filled = KEYS;  // rows of the tiles of K and V that may not be zeros
+    bool near = true;  // whether soft caps with the keys at hand were near 0 so far: then it is asked again
 
     Accumulator<1, BLOCK_DIM / 8> dk;
     Accumulator<1, BLOCK_DIM_V / 8> dv;
@@ -27,6 +31,10 @@ struct NarrowConsumer : KeyOwner {
         : KeyOwner(p, s, warpgroup), maps(maps) {
         static_assert(WIDE || KEYS == 64 * WARPGROUPS && BLOCK_DIM <= 64 * WARPGROUPS);
     }
+
+    // Whether what is computed of dQ is handed over to be added or sent; and how many times it was.
+    __device__ bool hands_over() const { return !WHOLE_BY_LENGTH || !whole; }
+    __device__ unsigned handed_over() const { return WHOLE_BY_LENGTH ? steps - whole_steps : steps; }
 
     __device__ void tell() {
         fence_async();
@@ -41,9 +49,10 @@ struct NarrowConsumer : KeyOwner {
         s.pairs.go_to(steps);
         InTiles<true, Pairwise> arrays(s.pair_tiles(), 0, first_key + 16 * warp());
         Lines<1, true, InTiles<true, Pairwise>> lines(pairs, at, arrays);
-        dq_ring.go_to(steps);
+        dq_ring.go_to(handed_over());
         STile ds_tile = s.ds_tile(steps);
         steps++;
+        if (!hands_over()) whole_steps++;
 
         Accumulator<1, ROWS / 8> probabilities, slopes, ds;
         // P^T = exp(S^T - lse)
@@ -85,7 +94,7 @@ struct NarrowConsumer : KeyOwner {
         start_ABt<DOT_V, DELTA_FIRST ? ADD : !ADD>(ds, s.v_tile(), first_key, s.do_tile());
         if constexpr (HALF_STEPS) {
             if (owed) tell();
-            owed = true;
+            owed = hands_over();
         }
         wgmma_wait<1>();
         changed(probabilities);
@@ -162,14 +171,15 @@ struct NarrowConsumer : KeyOwner {
         wgmma_wait<HALF_STEPS ? 2 : 1>();
         s.d.release();
         start_AB<HALF_STEPS ? SECOND : ROWS, HALF_STEPS ? FIRST : 0>(dk, ds_operand, s.q_tile());
-        dq_ring.wait_empty();
+        if (hands_over()) dq_ring.wait_empty();
         wgmma_wait<1>();
         changed(dq);
-        if constexpr (WHOLE_DQ)
+        if (WHOLE_DQ || !hands_over()) {
             put_rows(dq, s.part(warpgroup), p.scale);
-        else
+            if (WHOLE_BY_LENGTH) store_own_rows(p, pairs.head, tile_q, warpgroup, s.part(warpgroup));
+        } else
             put(dq, s.part(warpgroup));
-        if (!HALF_STEPS) tell();
+        if (!HALF_STEPS && hands_over()) tell();
         wgmma_wait<0>();
         s.q.release();
     }
@@ -177,7 +187,7 @@ struct NarrowConsumer : KeyOwner {
     // dK and dV of a tile, out through shared memory and TMA, which goes on by itself.
     static_assert(WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
     __device__ void store(const KeyTile& t, const Head& head, int key) {
-        dq_ring.go_to(steps);
+        dq_ring.go_to(handed_over());
         dq_ring.wait_empty();
         sync_threads<128 * WARPGROUPS>(1);  // nobody reads dS any more
         if (SHARES && !add_shares(p, s, t, warpgroup, dv, dk)) return;
@@ -202,6 +212,11 @@ struct NarrowConsumer : KeyOwner {
                 }
             } else {
                 int rows = head.key_rows(p) - key;
+                if constexpr (WHOLE_BY_LENGTH) {
+                    store_rows_by<4>(dk_tile, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
+                    store_rows_by<4>(dv_tile, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
+                    return;
+                }
                 store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows,
                                p.dim);
                 store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows,
@@ -224,8 +239,9 @@ struct NarrowConsumer : KeyOwner {
             dv.clear();
             owed = false;
             near = true;
+            if (WHOLE_BY_LENGTH) whole = has_whole_dq(p, keys);
             s.v.wait_full();
-            clear_keys(p, s, t);
+            clear_keys(p, s, t, filled);
             for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits bits) {
                 visit(Pairs(p, head, bits), seen, tile_q, key);
             });

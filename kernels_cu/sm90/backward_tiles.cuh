@@ -62,6 +62,7 @@ static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LIST
 // Where lengths are data, both sides are packed or none, so that the queries that see a head's keys are those of heads
 // of its own.
 static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WHOLE_DQ);
+static_assert(!WHOLE_BY_LENGTH || RAGGED && !WIDE && !MOVED && !walk::LISTED);
 
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where
 // there are 64 columns only, two consumers share out the rows; or (MOVED) each adds what its own keys do, and waits for
@@ -131,6 +132,25 @@ struct Share {
     // Those of all heads that share the head of K and V.
     __device__ static int query_tiles(const Params& p) { return QueryTiles<ROWS>::of_head(p) * group_of(p); }
 };
+
+// How many rows of a tile of K and V are loaded, of those that a sequence has from there on.
+__device__ inline int loaded_keys(int keys) {
+    if constexpr (!WHOLE_BY_LENGTH) return KEYS;
+    return min(KEYS, tiles_in(max(0, keys), BOX_KEYS) * BOX_KEYS);
+}
+
+// Whether the first key tile has all keys of a head. What it computes of dQ is all of it then, and leaves as rows
+// (WHOLE_BY_LENGTH: where lengths are data, of which each sequence has its own).
+__device__ inline bool has_whole_dq(const Params& p, const Head& head) {
+    return WHOLE_DQ || WHOLE_BY_LENGTH && head.keys(p) > 0 && head.keys(p) <= KEYS;
+}
+// The query tiles of one head that visit a tile of keys. (Where that has all of them also queries without a key, which
+// have a dQ, too.)
+__device__ inline Range visiting(const Params& p, const Head& head, int tile) {
+    if constexpr (WHOLE_DQ) return {0, head.query_tiles<ROWS>(p)};
+    if (WHOLE_BY_LENGTH && tile == 0 && has_whole_dq(p, head)) return {0, head.query_tiles<ROWS>(p)};
+    return Queries(p, head, head.key_tile<CLUSTER_KEYS>(p, tile)).extent();
+}
 
 // A tile of keys of a head of K and V, and the query tiles of a share that visit it. One thread hands it to the others
 // through shared memory, as the four words that it is, and what is told of its lengths.
@@ -350,7 +370,7 @@ __device__ inline void list_tiles(const Params& p) {
     using Tiles = KeyTiles<CLUSTER_KEYS>;
     order_tiles<Tiles, 128, BY_VISITS, false>(
         p, [&](int place) { return Tiles::placed(p, place, 0); },
-        [&](const Head& head, int tile) { return Queries(p, head, head.key_tile<CLUSTER_KEYS>(p, tile)).extent(); });
+        [&](const Head& head, int tile) { return visiting(p, head, tile); });
     for (int place = threadIdx.x; place < QueryTiles<ROWS>::of_head(p); place += 128) {
         HeadTile at = QueryTiles<ROWS>::placed(p, place, 0);
         ListedTile{at.head, at.number, {0, 0}}.store(p, line_of_queries(p, place));
@@ -386,8 +406,7 @@ __device__ inline KeyTile key_tile(const Params& p, int number, int tiles) {
     }
     Head head = t.head(p);
     if constexpr (!RAGGED) t.number = schedule.listed(head, schedule.ordered(at.tile));
-    // (WHOLE_DQ: queries without a key have a dQ, too.)
-    t.queries = WHOLE_DQ ? Range{0, head.query_tiles<ROWS>(p)} : Queries(p, head, t.keys(p)).extent();
+    t.queries = visiting(p, head, t.number);
     for (int h = 1; walk::LISTED && h < group_of(p); h++)
         t.queries.end += Queries(p, head.other(head.q + h), t.keys(p)).count();
     return t;

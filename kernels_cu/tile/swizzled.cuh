@@ -43,6 +43,14 @@ struct SwizzledTile {
             tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + WIDTH * b, at.row, at.head, at.batch);
     }
 
+    // The same of its first `rows` by boxes of so many.
+    template <int BOX_ROWS>
+    __device__ void load_rows(const TensorMap& map, unsigned barrier, InMap at, int rows) const {
+        static_assert(BOX_ROWS % 8 == 0);
+#pragma unroll 1
+        for (int first = 0; first < rows; first += BOX_ROWS) from(first).load(map, barrier, at.down(first, 0));
+    }
+
     // And store it, by one thread, which says `yes`.
     __device__ void store(const TensorMap& map, InMap at, bool yes = true) const {
 #pragma unroll

@@ -33,6 +33,7 @@ from .sm90_backward_tiles import (
     cluster_keys,
     column_parts,
     has_all_keys,
+    some_have_all_keys,
     weighed,
 )
 from .sm90_memory import BARRIERS, FEW, ORDERED_WORDS, PairTiles, check_tiles, common, dots, padded, pair_stages
@@ -44,6 +45,7 @@ COLUMN_SPILLS = 176  # more, where columns are shared out: where lie what is sen
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 CLUSTER_BARRIERS = 64  # bytes more, of what the blocks of a cluster send to each other
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
+BOX_KEYS = 16  # of short sequences
 FEW_ADD = 8  # key tiles to each tile of dQ, in a window of no more than this part of the keys
 
 
@@ -148,7 +150,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     summed = consumers if shares > 1 else 0
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
-    ordered = cost.ordered(problem, likely, t)
+    ordered, short = cost.ordered(problem, likely, t), some_have_all_keys(problem, t)
+    box = BOX_KEYS if short else t.keys  # rows of K and V that are loaded at once
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
         *((name, min(n, own)) for (name, n), own in zip(dots(problem), (dim, dim_v))),
@@ -160,6 +163,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
         ("FIRST_STORES", first_stores), ("VECTOR_RED", True),
         ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False),
+        ("WHOLE_BY_LENGTH", short), ("BOX_KEYS", box),
         ("ORDERED", ordered), ("BY_VISITS", ordered and cost.by_visits(problem, together)),
     )  # fmt: skip
     launches = (
@@ -177,7 +181,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         workspace.append(Workspace("order", "uint32", (ORDERED_WORDS * lines,)))
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     maps = (
-        *pairs.boxes(t.rows), Box("q", t.rows), Box("k", t.keys), Box("v", t.keys), Box("dout", t.rows),
+        *pairs.boxes(t.rows), Box("q", t.rows), Box("k", box), Box("v", box), Box("dout", t.rows),
         Box("dk", out_rows),
         Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
     )  # fmt: skip

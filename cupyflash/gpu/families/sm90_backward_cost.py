@@ -30,8 +30,8 @@ ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `e
 ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
 ENOUGH = 1.02  # times the least
 LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
-# Packed: key tiles of sequences that are alike are listed from so many each on, and come by what visits them where Q,
-# dO and dQ of the heads together take no more than this. Of O so many values are read in the time that it takes to find
+# Packed: key tiles of sequences that are alike are listed where each has one, or so many and more, and come by what
+# visits them where Q, dO and dQ of the heads together take no more than this. Of O so many values are read in the time that it takes to find
 # the sequence of a place (reckoned).
 LISTED_TILES, LISTED_CACHE, PLACE_VALUES = 3, 36 << 20, 6000
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
@@ -165,7 +165,7 @@ def ordered(problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile
     keys = cluster_keys(problem, t)
     if problem.rows_q is None or problem.rows_k is None or problem.deterministic or problem.block_mask is not None:
         return False
-    if even(problem) and ceil(likely.seq_k, keys) < LISTED_TILES:
+    if even(problem) and 1 < ceil(likely.seq_k, keys) < LISTED_TILES:
         return False
     found = 2 * places(problem, problem.rows_k, keys) + places(problem, problem.rows_q, t.rows)
     return problem.heads_q * problem.rows_q * problem.dim_v >= PLACE_VALUES * found

@@ -136,8 +136,8 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
         ("FINISHERS", finish.warps), ("FINISH_FRAGMENTS", finish.fragments), ("FINISH_STAGES", finish.stages),
         ("FINISH_PARTS", 1), ("SHARED_MEMORY", size), ("PAIR_STAGES", 1), ("MASK_BY_QUERY", False),
         ("BIAS_BY_QUERY", False), *features(problem), ("DETERMINISTIC", False), ("FIRST_STORES", False),
-        ("VECTOR_RED", True), ("SHARES", False), ("SHARE_SUMS", 0), ("WHOLE_DQ", False), ("MOVED", True),
-        ("ORDERED", False), ("BY_VISITS", False),
+        ("VECTOR_RED", True), ("SHARES", False), ("SHARE_SUMS", 0), ("WHOLE_DQ", False),
+        ("WHOLE_BY_LENGTH", False), ("BOX_KEYS", t.keys), ("MOVED", True), ("ORDERED", False), ("BY_VISITS", False),
     )  # fmt: skip
     sides = {"q": t.rows, "k": t.keys, "v": t.keys, "dout": t.rows}
     moved = [Box(f"t{name}", n) for name, n in sides.items() if problem.moves(name)]

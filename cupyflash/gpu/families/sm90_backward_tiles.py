@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...problem import AttentionProblem
 from ..kernel_plan import Tiles, ceil
 from ..measured import number
+from .likely import as_dense
 from .sm90_memory import PART
 
 
@@ -115,5 +116,16 @@ def cluster_keys(problem: AttentionProblem, t: BackwardTile) -> int:
 def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
     """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves, rounded, without float32
     sums."""
-    rounded = not (problem.widened or problem.add or problem.ragged)
-    return rounded and not t.wide and 0 < problem.seq_k <= t.keys and problem.block_mask is None
+    return not problem.ragged and 0 < problem.seq_k <= t.keys and _leaves_whole(problem, t)
+
+
+def some_have_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
+    """Whether that is asked of each sequence: where lengths are data, and in the mean no more than a tile."""
+    likely = as_dense(problem).seq_k
+    if problem.rows_k is not None:  # (a hint is of the longest one)
+        likely = min(likely, ceil(problem.rows_k, max(1, problem.batch)))
+    return problem.ragged and likely <= t.keys and _leaves_whole(problem, t)
+
+
+def _leaves_whole(problem: AttentionProblem, t: BackwardTile) -> bool:
+    return not (t.wide or problem.widened or problem.add or problem.block_mask is not None)
