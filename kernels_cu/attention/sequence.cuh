@@ -143,14 +143,14 @@ struct Sequence : Lengths<RAGGED> {
     }
 
     // Keys of number n as their offsets say, without a search: for who asks of nobody else whose they are. (Between
-    // offsets that decrease some are of two sequences.)
+    // offsets that decrease some are of two sequences. The first one's begin at 0 for who searches, too.)
     __device__ static Range said_keys(const Params& p, int n) {
         if constexpr (!config::PACKED_K) return rows_of_keys(p, n);
         auto offset = [&](int m, int least) {
             long long x = m <= p.batch ? p.cu_seqlens_k[m] : p.rows_k;
             return x < least ? least : x > p.rows_k ? p.rows_k : int(x);
         };
-        int begin = offset(n, 0);
+        int begin = n == 0 ? 0 : offset(n, 0);
         return {begin, offset(n + 1, begin)};
     }
 
