@@ -31,8 +31,8 @@ ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
 ENOUGH = 1.02  # times the least
 LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
 # Packed: key tiles of sequences that are alike are listed where each has one, or so many and more, and come by what
-# visits them where Q, dO and dQ of the heads together take no more than this. Of O so many values are read in the time that it takes to find
-# the sequence of a place (reckoned).
+# visits them where Q, dO and dQ of the heads together take no more than this. Of O so many values are read in the time
+# that it takes to find the sequence of a place (reckoned).
 LISTED_TILES, LISTED_CACHE, PLACE_VALUES = 3, 36 << 20, 6000
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
