@@ -197,8 +197,10 @@ __device__ void store_rows_by(SwizzledTile<ROWS, COLS> tile, T* target, long lon
     }
 }
 
-// WHOLE_BY_LENGTH: on to memory, by all of the consumer's threads. (A box would have rows of the next sequence.)
-__device__ inline void store_own_rows(const Params& p, const Head& head, int tile_q, int warpgroup, unsigned part) {
+// WHOLE_BY_LENGTH: on to memory, by all of the consumer's threads. (A box would have rows of the next sequence. A
+// template since rows of other kernels may be wider.)
+template <class Given>
+__device__ void store_own_rows(const Given& p, const Head& head, int tile_q, int warpgroup, unsigned part) {
     sync_threads<128>(3 + warpgroup);
     int row = tile_q * ROWS + (SHARE_ROWS ? warpgroup * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * warpgroup;
     store_rows_by<4>(DQTile{part}, head.query_row(dq_rows(p), dq_strides(p), row) + column, dq_strides(p).row,

@@ -176,7 +176,7 @@ struct NarrowConsumer : KeyOwner {
         changed(dq);
         if (WHOLE_DQ || !hands_over()) {
             put_rows(dq, s.part(warpgroup), p.scale);
-            if (WHOLE_BY_LENGTH) store_own_rows(p, pairs.head, tile_q, warpgroup, s.part(warpgroup));
+            if constexpr (WHOLE_BY_LENGTH) store_own_rows(p, pairs.head, tile_q, warpgroup, s.part(warpgroup));
         } else
             put(dq, s.part(warpgroup));
         if (!HALF_STEPS && hands_over()) tell();
