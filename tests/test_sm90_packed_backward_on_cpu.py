@@ -98,6 +98,9 @@ CASES: dict[str, Case] = {
     "queries for each on caches, 256": lambda r: (
         packed(r, [70] * 4, [80, 3, 0, 140], q="dense", k="cache", dims=(256, 256), heads=(1, 1)), {}, {},
     ),
+    "queries for each on short caches": lambda r: (
+        packed(r, [70] * 8, [80, 3, 0, 100, 0, 1, 0, 0], q="dense", k="cache", heads=(2, 2)), {}, {},
+    ),
     "slopes, sinks, key mask": lambda r: (
         packed(r, keys=[80, 3, 5, 140]), {"causal": True},
         {"alibi_slopes": abs(normal(r, N, HEADS)), "sinks": normal(r, HEADS), "key_mask": drawn(r, N, 160)},

@@ -62,7 +62,8 @@ static_assert(!FIRST_STORES || !CLUSTERED && !SHARES && !WHOLE_DQ && !walk::LIST
 // Where lengths are data, both sides are packed or none, so that the queries that see a head's keys are those of heads
 // of its own.
 static_assert(!RAGGED || PACKED_Q == PACKED_K && !SHARES && !FIRST_STORES && !WHOLE_DQ);
-static_assert(!WHOLE_BY_LENGTH || RAGGED && !WIDE && !MOVED && !walk::LISTED);
+// (Of packed sequences all heads have the same tiles where no sums lie: nobody else needs zeros there.)
+static_assert(!WHOLE_BY_LENGTH || PACKED_K && !WIDE && !MOVED && !walk::LISTED);
 
 // dQ^T of a tile is computed in parts of 64 columns by PART_ROWS queries, one for each consumer of a cluster. Where
 // there are 64 columns only, two consumers share out the rows; or (MOVED) each adds what its own keys do, and waits for

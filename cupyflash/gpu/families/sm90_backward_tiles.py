@@ -120,11 +120,11 @@ def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
 
 
 def some_have_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
-    """Whether that is asked of each sequence: where lengths are data, and in the mean no more than a tile."""
-    likely = as_dense(problem).seq_k
-    if problem.rows_k is not None:  # (a hint is of the longest one)
-        likely = min(likely, ceil(problem.rows_k, max(1, problem.batch)))
-    return problem.ragged and likely <= t.keys and _leaves_whole(problem, t)
+    """Whether that is asked of each sequence: where they are packed, and in the mean no longer than a tile."""
+    if problem.rows_k is None:
+        return False
+    likely = min(as_dense(problem).seq_k, ceil(problem.rows_k, max(1, problem.batch)))  # (a hint is of the longest)
+    return likely <= t.keys and _leaves_whole(problem, t)
 
 
 def _leaves_whole(problem: AttentionProblem, t: BackwardTile) -> bool:
