@@ -83,8 +83,8 @@ CASES: dict[str, Case] = {
     "one key tile of all keys, few queries": lambda r: (
         packed(r, [3, 1, 70, 129, 9], [200, 1, 127, 129, 128], heads=(3, 1)), {"deterministic": True}, {},
     ),
-    "one key tile of all keys, rows of no 16 bytes": lambda r: (
-        packed(r, [129, 64, 1], [60, 128, 140], heads=(2, 1), dims=(60, 52)), {"window": (20, 9)}, {},
+    "one key tile of all keys, few columns of a block": lambda r: (
+        packed(r, [129, 64, 1], [60, 128, 140], heads=(2, 1), dims=(56, 40)), {"window": (20, 9)}, {},
     ),
     "192": lambda r: (packed(r, [63, 0, 130], [95, 3, 97], heads=(2, 1), dims=(192, 128)), IN_ORDER, {}),
     "256": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(256, 200)), {"causal": True}, {}),

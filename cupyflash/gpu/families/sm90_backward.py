@@ -46,6 +46,7 @@ WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 CLUSTER_BARRIERS = 64  # bytes more, of what the blocks of a cluster send to each other
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
 BOX_KEYS = 16  # of short sequences
+FEW_COLUMNS = 64  # with more, what scores take leaves no registers for rows of dQ
 FEW_ADD = 8  # key tiles to each tile of dQ, in a window of no more than this part of the keys
 
 
@@ -103,7 +104,7 @@ class BackwardFit(NamedTuple):
 
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     dim, dim_v = _columns(problem)
-    busy = scored(problem) or problem.has("mask") or problem.dropout > 0
+    busy = _busy(problem)
     likely = as_dense(problem)
     short = max(likely.seq_q, likely.seq_k) <= FEW
     first = sorted(weighed(likely, max(dim, dim_v)), key=lambda t: cost.effort(likely, t, arch.sms))
@@ -121,6 +122,11 @@ def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> Ba
         if fits and size is not None and size <= room(arch, t.blocks):
             return BackwardFit(t, finish, pairs, size)
     return None
+
+
+def _busy(problem: AttentionProblem) -> bool:
+    """Whether what is done with scores takes registers."""
+    return scored(problem) or problem.has("mask") or problem.dropout > 0
 
 
 def _columns(problem: AttentionProblem) -> tuple[int, int]:
@@ -150,7 +156,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     summed = consumers if shares > 1 else 0
     first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
-    ordered, short = cost.ordered(problem, likely, t), some_have_all_keys(problem, t)
+    ordered = cost.ordered(problem, likely, t)
+    short = some_have_all_keys(problem, t) and not (max(dim, dim_v) > FEW_COLUMNS and _busy(problem))
     box = BOX_KEYS if short else t.keys  # rows of K and V that are loaded at once
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
