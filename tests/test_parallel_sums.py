@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,34 @@ def test_all_copies_of_cupy_arrays_are_one_launch(monkeypatch: pytest.MonkeyPatc
     for target, source in pairs:
         np.testing.assert_array_equal(target, source)
     assert np.count_nonzero(to) == np.count_nonzero(pairs[0][1]) + np.count_nonzero(pairs[1][1])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_keys_are_sent_in_a_stream_of_their_gpu_whichever_is_current(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default stream is 0 of each."""
+    window = pytest.importorskip("cupyflash.parallel.window")
+    current, copied = [0], []
+
+    @contextlib.contextmanager
+    def here(ordinal: int) -> Iterator[None]:
+        current.append(ordinal)
+        yield
+        current.pop()
+
+    def copy(*what: int) -> None:
+        copied.append((current[-1], *what))
+
+    names = {"memcpyDefault": 4, "eventRecord": lambda *_: None, "streamWaitEvent": lambda *_: None}
+    monkeypatch.setattr(window, "runtime", types.SimpleNamespace(memcpyAsync=copy, **names))
+    monkeypatch.setattr(window, "here", here)
+    monkeypatch.setattr(window, "stream", lambda _: 0)
+    found = window.Window.__new__(window.Window)
+    found._ordinal, found.places = 1, [1000, 2000]
+    found._stream, found._before = types.SimpleNamespace(cuda_stream=7), types.SimpleNamespace(ptr=0)
+    found.push([(1, 24, 5000, 16)], beside)
+    assert copied == [(1, 2024, 5000, 16, 4, 7 if beside else 0)]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -110,8 +110,9 @@ class Window:
         if beside:
             now, to, self._pushed = to, self._stream.cuda_stream, True
             self._wait(to, now, self._before)
-        for rank, offset, address, count in parts:
-            runtime.memcpyAsync(self.places[rank] + offset, address, count, runtime.memcpyDefault, to)
+        with here(self._ordinal):  # a handle of 0 is the stream of the GPU that is current
+            for rank, offset, address, count in parts:
+                runtime.memcpyAsync(self.places[rank] + offset, address, count, runtime.memcpyDefault, to)
 
     def arrived(self) -> None:
         """For who computes next: what all ranks pushed and put until here is there, and all are done with what they
