@@ -115,7 +115,7 @@ class GpuReport:
             "skipped": before["skipped"] + len(self.skips),
             "failed": len(failures),
             "errors": self.outcomes["errors"] if failures else 0,
-            "by_luck": before["by_luck"] + self.by_luck if "by_luck" in before else None,
+            "by_luck": None if before.get("by_luck") is None else before["by_luck"] + self.by_luck,
             "failures": failures,
             "counts": dict(sorted((Counter(before["counts"]) + self.counts).items())),
             "again": [*before.get("again", ()), {"date": facts["date"], "tests": sorted(ran)}],

@@ -156,6 +156,9 @@ def test_failures_that_ran_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [again["tests"] for again in twice["again"]] == [["a"], ["b"]]
     whole = run(a="passed", b="passed", c="passed")  # not only what failed: a report of its own
     assert whole["passed"] == 3 and "again" not in whole
+    before = run(a="failed", b="failed")
+    path.write_text(json.dumps({name: x for name, x in before.items() if name != "by_luck"}))
+    assert run(a="passed")["by_luck"] is run(b="passed")["by_luck"] is None  # nobody counted them
     run(a="failed")
     monkeypatch.setattr(gpu_report, "sources_digest", lambda: "other kernels")
     assert run(a="passed")["passed"] == 1 and "again" not in json.loads(path.read_text())
