@@ -206,6 +206,35 @@ def test_calls_that_ran_twice_run_by_addresses(how: dict[str, Any], monkeypatch:
             assert ran == 0
 
 
+class Foreign:
+    """An array of a library of which nothing is known."""
+
+    def __init__(self, held: np.ndarray) -> None:
+        self._held, self.shape = held, held.shape
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self._held.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        return self._held.__dlpack_device__()
+
+
+@pytest.mark.parametrize("name", ["seed", "score_arrays"])
+def test_nobody_asks_how_arrays_lie_of_which_there_is_no_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_plain", lambda *_: True)
+    q, k, v = fresh_rng().standard_normal((3, 1, 64, 2, 8))
+    given: dict[str, dict[str, Any]] = {
+        "seed": {"dropout": 0.5, "seed": Foreign(np.array(7))},
+        "score_arrays": {"score": lambda s, b, h, i, j, w: s * w[h], "score_arrays": {"w": Foreign(np.ones(2))}},
+    }
+
+    def work(group: Any) -> Any:
+        own = [ROWS.take(x, group.rank) for x in (q, k, v)]
+        return parallel.attention(*own, Costly(group), rows=ROWS, **given[name])
+
+    np.testing.assert_allclose(ROWS.join(parallel.simulated(2).run(work)), attention(q, k, v, **given[name]))
+
+
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
 def test_groups_of_as_many_ranks_are_not_taken_for_each_other_nor_kept(exchange: str) -> None:
     x = [torch.from_numpy(fresh_rng().standard_normal((1, 64, 2, 8))) for _ in range(3)]

@@ -56,7 +56,8 @@ class Asked:
     mask: RowsMask | None = None
     wrt: tuple[str, ...] = ()
     reduce: bool = False
-    plain: bool = False  # whether nobody follows its calls, which are a GPU's
+    lasts: bool = False  # whether what is kept in `memo` serves other calls
+    plain: bool = False  # whether that may be what its calls ran by: they are a GPU's, and followed by nobody
     said: dict[str, str] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)  # what is the same in all calls of this kind
 

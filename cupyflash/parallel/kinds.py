@@ -96,6 +96,7 @@ def keep(kind: Kind | None, ranks: Sequence[Group], asked: Asked, operands: dict
     """Of a call that all ranks agreed on."""
     if kind is None:
         return
+    asked.lasts = True
     if (template := _templates.get(kind)) is None:
         given: Any = None
         team, group = (x if isinstance(x, Alone) else given for x in (asked.team, asked.group))

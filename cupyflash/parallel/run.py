@@ -43,7 +43,7 @@ def _deals(asked: Asked) -> tuple[Deal, Deal]:
 def forward(asked: Asked, out: Any, lse: Any) -> None:
     """Writes out (B, S, H, Dv) and lse (B, H, S) of this rank's rows."""
     part, xs = Part.of(asked), asked.operands
-    asked.plain = _plain(asked, FORWARD)
+    asked.plain = asked.lasts and _plain(asked, FORWARD)
     if asked.team.size == 1:
         _forward(asked, part, xs, out, lse)
         return
@@ -156,7 +156,7 @@ def _forward(asked: Asked, part: Part, xs: dict[str, Any], out: Any, lse: Any) -
 def backward(asked: Asked, dq: Any, dk: Any, dv: Any) -> dict[str, Any]:
     """Writes the gradients of this rank's rows; those of the arrays that `wrt` names, this rank's part of them."""
     part, xs, grads = Part.of(asked), asked.operands, {"q": dq, "k": dk, "v": dv}
-    asked.plain = _plain(asked, BACKWARD)
+    asked.plain = asked.lasts and _plain(asked, BACKWARD)
     like: dict[str, Any] = {}
     of_arrays: dict[str, Any] = {}
     if asked.wrt:
