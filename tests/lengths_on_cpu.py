@@ -214,7 +214,10 @@ class Ran:
     ) -> dict[str, np.ndarray]:
         """Results by name. Programs are those compiled; the plans say grids and workspaces, which end up in `left`."""
         mapped = bool(self.plans[0].maps)  # TMA wants rows that begin at 16 bytes, as the corridor copies them
-        inputs = {name: Guarded(x.shape, x.dtype, x, rows_aligned=mapped) for name, x in given.items()}
+        inputs = {
+            name: Guarded(x.shape, x.dtype, x, rows_aligned=mapped, packed=name in ("q", "k", "v", "dout"))
+            for name, x in given.items()
+        }
         of = {name: given.get(name.removeprefix("d"), given["q"]).dtype for name in shapes}
         results = {name: Guarded(shape, of[name], None) for name, shape in shapes.items()}
         results["lse"] = Guarded(shapes["lse"], problem.lse_dtype)

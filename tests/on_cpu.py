@@ -145,7 +145,7 @@ class Guarded:
     An input has `values`, which nobody may write either. With `rows_aligned` its rows start at multiples of 16 bytes,
     and what follows the values of one up to the next such multiple is zeros, as the corridor pads it. With that, or
     `apart` (so many numbers, or True: 16 bytes), rows have something of another between them. (An array that has no
-    rows, of fewer axes, is one block.)
+    rows, of fewer axes, is one block; `packed`: its last axis is a row, all the same.)
     """
 
     AROUND = 1 << 20  # bytes that are out of bounds, on both sides
@@ -157,11 +157,12 @@ class Guarded:
         values: np.ndarray | None = None,
         rows_aligned: bool = False,
         apart: bool | int = False,
+        packed: bool = False,
     ) -> None:
         self._dtype, self._shape = np.dtype(dtype), shape
         size, whole = self._dtype.itemsize, shape[-1]
         unit = max(1, 16 // size)
-        if len(shape) == 4 and rows_aligned:
+        if (len(shape) == 4 or packed) and rows_aligned:
             whole = -(-whole // unit) * unit
         between = unit if rows_aligned or apart is True else int(apart)
         row = whole + (between if len(shape) == 4 else 0)
