@@ -13,20 +13,13 @@
 #include "sm90/backward_narrow.cuh"
 #include "sm90/backward_wide.cuh"
 
-// The tile of queries that a block of the next kernel prepares. Of short sequences to look for it would take longer.
-__device__ inline HeadTile prepared_tile(const Params& p, unsigned number) {
-    if constexpr (WHOLE_BY_LENGTH && config::PACKED_Q)
-        return QueryTiles<ROWS>::placed_by_warp(p, number / p.heads_q, number % p.heads_q);
-    return numbered_heads_first<QueryTiles<ROWS>>(p, number);
-}
-
 // What each query brings (attention/prepare.cuh), and zeros in the counters.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
     unsigned number = blockIdx.x - ORDERED;
     if constexpr (ORDERED) {  // a block more, the first to start
         if (blockIdx.x == 0) return list_tiles(p);
     }
-    HeadTile at = prepared_tile(p, number);
+    HeadTile at = numbered_heads_first<QueryTiles<ROWS>>(p, number);
     DQCounters(p).begin(p, number);
     if (config::PACKED_Q && at.none()) return;
     prepare_rows<ROWS>(p, at.head, at.number);
