@@ -167,8 +167,9 @@ def put(target: Any, x: Any) -> None:
 
 
 def put_all(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Write arrays to others of their shapes and dtypes, of which none is read: CuPy's in one launch, as its own copies
-    find the place of each element anew."""
+    """Write arrays to others of their shapes and dtypes, of which none is read, but for those that are there: CuPy's in
+    one launch, as its own copies find the place of each element anew."""
+    pairs = [pair for pair in pairs if pair[0] is not pair[1]]
     if not pairs or library(pairs[0][0]) != "cupy":
         for target, x in pairs:
             put(target, x)

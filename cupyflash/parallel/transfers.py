@@ -36,9 +36,9 @@ class Keys:
                 self._sent += [(m.target, _packed_part(found[-1], mine, own, held)) for held in m.held]
             for m in foreign:
                 for at in m.here:
-                    room, late = _room(found[-1][:, slice(*at)])
-                    receives.append((m.source, room))
-                    self._late += late
+                    part = found[-1][:, slice(*at)]
+                    self._late.append((part, _room(part)))
+                    receives.append((m.source, self._late[-1][1]))
         self._found = found
         self._pending = group.exchange(self._sent, receives)
 
@@ -63,20 +63,9 @@ def among(own: Sequence[tuple[Span, Span]], held: Span) -> int | None:
     return found[0] if found else None
 
 
-def _sent(part: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """What is sent of a part of an array, and what is to be written before that: (target, from where)."""
-    if beside(part):
-        return part, []
-    x = empty(tuple(part.shape), part)
-    return x, [(x, part)]
-
-
-def _room(target: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Where a message is received, and what is to be written after that: (target, from where)."""
-    if beside(target):
-        return target, []
-    x = empty(tuple(target.shape), target)
-    return x, [(target, x)]
+def _room(part: Any) -> Any:
+    """What a message is sent from, or received in: a part of an array, or room for it where it is in pieces."""
+    return part if beside(part) else empty(tuple(part.shape), part)
 
 
 class Numbers(NamedTuple):
@@ -223,13 +212,13 @@ class ToHeads:
             found = empty((x.shape[0], array.deal.length, *own.shape[2:]), x)
             for r in others:
                 for (a, b), _ in rows[group.rank]:
-                    sent, packs = _sent(x[:, a:b, heads[r]])
-                    self._sent.append((r, sent))
-                    early += packs
+                    part = x[:, a:b, heads[r]]
+                    early.append((_room(part), part))
+                    self._sent.append((r, early[-1][0]))
                 for _, (a, b) in rows[r]:
-                    room, late = _room(found[:, a:b])
-                    receives.append((r, room))
-                    self._late += late
+                    part = found[:, a:b]
+                    self._late.append((part, _room(part)))
+                    receives.append((r, self._late[-1][1]))
             beside_it += [(found[:, c:d], own[:, a:b]) for (a, b), (c, d) in rows[group.rank]]
             self._found.append(found)
         put_all(early)
@@ -253,9 +242,9 @@ class FromHeads:
             x, heads, rows = array.x, array.heads(some), array.deal.rows
             for r in others:
                 for _, (a, b) in rows[r]:
-                    sent, packs = _sent(x[:, a:b])
-                    self._sent.append((r, sent))
-                    early += packs
+                    part = x[:, a:b]
+                    early.append((_room(part), part))
+                    self._sent.append((r, early[-1][0]))
                 for (a, b), _ in rows[group.rank]:
                     part = target[:, a:b, heads[r]]
                     room = empty(tuple(part.shape), x)
