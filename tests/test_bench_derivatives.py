@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from cupyflash import bench
 from cupyflash.bench import derivative_peers, derivatives, machine, report
 from cupyflash.bench.derivatives import Shape
+from cupyflash.bench.suite import replayed
 from cupyflash.bench.suites import SUITES, Options
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Arch
@@ -35,7 +36,8 @@ def row(what: str, beside: str, shape: Shape) -> dict[str, Any]:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Measures on the CPU; every call is said to take 1 ms, ours half of it, ours without a derivative a fifth."""
+    """Measures on the CPU; every call is said to take 1 ms, ours half of it, ours without a derivative a fifth. Graphs,
+    which it has none of, are the calls that they would hold."""
     timed: list[list[str]] = []
     drawn = derivatives.draw
     seconds = {"ours": 5e-4, "ours_alone": 2e-4}
@@ -46,6 +48,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(derivatives, "draw", lambda problem: drawn(problem, "cpu"))
     monkeypatch.setattr(derivatives, "take_turns", turns)
+    monkeypatch.setattr(derivatives, "replayed", lambda candidates: Candidate(candidates[-1].call))
     monkeypatch.setattr(derivatives, "interleave", lambda names, rounds, sampler: turns(dict.fromkeys(names)))
     derivatives._measured.cache_clear()
     return timed
@@ -69,14 +72,12 @@ def test_everybody_computes_the_same(what: str, shape: Shape, on_cpu: list[list[
 def test_jax_computes_the_same(what: str, shape: Shape, on_cpu: list[list[str]]) -> None:
     pytest.importorskip("jax")
     values, notes = derivatives.measure(row(what, "JAX", shape), Options())
-    assert notes == {} and values == {"ours": 0.5, "jax-xla": 1.0}
+    assert notes == {} and values == {"ours": 0.5, "ours_alone": 0.2, "jax-xla": 1.0}
 
 
-@pytest.mark.parametrize("what", ["jvp", "step", "double"])
-def test_the_triton_package_is_called_by_its_own_rules(
-    what: str, on_cpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With dimensions that it has, and what it computes looked at as everybody's."""
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton package, of one that computes as PyTorch's users do."""
 
     class JVPAttn:
         @staticmethod
@@ -91,11 +92,76 @@ def test_the_triton_package_is_called_by_its_own_rules(
     module.JVPAttn = JVPAttn
     monkeypatch.setitem(sys.modules, "jvp_flash_attention", types.ModuleType("jvp_flash_attention"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    there = derivatives.importlib.util.find_spec
+    monkeypatch.setattr(
+        derivatives.importlib.util, "find_spec", lambda name: there(name) if name != "jvp_flash_attention" else name
+    )
+
+
+@pytest.mark.parametrize("what", ["jvp", "step", "double"])
+@pytest.mark.usefixtures("triton")
+def test_the_triton_package_is_called_by_its_own_rules(what: str, on_cpu: list[list[str]]) -> None:
+    """With dimensions that it has, and what it computes looked at as everybody's."""
     values, notes = derivatives.measure(row(what, "Triton", HALF), Options())
     if what == "double":
         assert notes == {"jvp-flash": "NotImplementedError: it has no double"} and values == {"ours": 0.5}
     else:
         assert notes == {} and values == {"ours": 0.5, "jvp-flash": 1.0}
+
+
+@pytest.mark.parametrize("what", ["jvp", "step", "double", "hvp"])
+@pytest.mark.usefixtures("triton")
+def test_everybody_whom_pytorch_calls_is_replayed(
+    what: str, on_cpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a replay gives is what is looked at."""
+    held: list[Any] = []
+
+    def graph(candidates: list[Candidate]) -> Candidate:
+        (candidate,) = candidates
+        held.append(candidate.call)
+        replay = (lambda: tuple(0 * x for x in candidate.call())) if len(held) == 3 else candidate.call
+        return Candidate(replay)
+
+    monkeypatch.setattr(derivatives, "replayed", graph)
+    values, notes = derivatives.measure(row(what, "graphs", HALF), Options())
+    assert notes == {"math": "wrong: relative error 1 against float64"}
+    assert list(values) == ["ours", "ours_alone", "by-hand", *(["jvp-flash"] if what in ("jvp", "step") else [])]
+    assert len(held) == 1 + len(values)
+
+
+def test_a_replay_is_of_all_calls_and_gives_the_last_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call was made once before the graph holds it: on another stream, as the graph's is."""
+    done: list[str] = []
+    where = ["main"]
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            done.append("wait")
+
+    class Inside:
+        def __init__(self, name: Any) -> None:
+            self.name = name if isinstance(name, str) else "side"
+
+        def __enter__(self) -> None:
+            where.append(self.name)
+
+        def __exit__(self, *error: object) -> None:
+            where.pop()
+
+    graph = types.SimpleNamespace(replay=lambda: done.append("replay"))
+    fakes = {"Stream": Stream, "current_stream": Stream, "stream": Inside, "CUDAGraph": lambda: graph}
+    for name, fake in {**fakes, "graph": lambda of: Inside("graph" if of is graph else "another")}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call(name: str) -> Candidate:
+        return Candidate(lambda: done.append(f"{name} in {where[-1]}") or (name, len(done)), lambda: Inside("its own"))
+
+    first, last = call("first"), call("last")
+    found = replayed([first, last, first, last])
+    warm, within = ([f"{name} in {place}" for name in ("first", "last")] for place in ("side", "graph"))
+    assert done == ["wait", *warm, "wait", *within, *within]
+    assert found.call() == ("last", 8) and done[-1] == "replay" and where == ["main"]
 
 
 @pytest.mark.parametrize("what", ["Ju", "Hu"])
@@ -153,6 +219,9 @@ def test_the_rows_that_tell_most_come_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert named[5:7] == ["sm90-Ju-4096-d64", "sm90-Hu-4096-d64"] and len({*named}) == len(named)
     assert named[-1] == "JAX-jvp-16384-d128"  # after it the pool of JAX has most of the memory
     assert {x["unit"] for x in asked if x["beside"] == "sm90"} == {"ms"}
+    in_graphs = [x for x in asked if x["beside"] == "graphs"]
+    assert {x["unit"] for x in in_graphs} == {"ms"} and max(x["seq"] for x in in_graphs) == 2048
+    assert {"graphs-step-256-d72", "graphs-double-1024-d128", "graphs-hvp-64-d16-float32-bias"} <= {*named}
     triton = [x for x in asked if x["beside"] == "Triton"]
     assert {x["pass"] for x in triton} == {"jvp", "step"} and {x["dtype"] for x in triton} == {"bfloat16"}
     assert {x["seq"] for x in asked if x["bias"]} == {64, 512}
@@ -178,7 +247,7 @@ def test_rows_are_asked_for_by_name_and_by_what_they_are_beside() -> None:
 
 def test_without_a_package_there_are_no_rows_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derivatives.importlib.util, "find_spec", lambda name: name if name == "torch" else None)
-    assert {x["beside"] for x in SUITE.problems(Options())} == {"PyTorch", "sm90", "sm80", "simt"}
+    assert {x["beside"] for x in SUITE.problems(Options())} == {"PyTorch", "graphs", "sm90", "sm80", "simt"}
 
 
 @pytest.mark.parametrize(
@@ -263,11 +332,17 @@ def test_a_run_is_resumed_and_has_both_units(
 
 
 def synthetic() -> list[dict[str, Any]]:
-    """Beside PyTorch ours is 8 times as fast as by hand, beside JAX 4 times; J u takes 2.5 forwards."""
+    """Ours is 8 times as fast as by hand, in graphs, where it takes a fifth, 40 times; in JAX 4 times as fast as XLA.
+    J u takes 2.5 forwards."""
     rows = []
     for problem in derivatives._all():
-        for unit in ("ms", "MB") if problem["beside"] in derivatives.MODULES else ("ms",):
-            values = {"ours": 0.5} | {"jvp-flash": 3.0, "by-hand": 4.0, "math": 40.0, "jax-xla": 2.0}
+        for unit in ("ms",) if problem["beside"] in ("graphs", *derivatives.OF_FAMILY) else ("ms", "MB"):
+            values = {"ours": 0.1 if problem["beside"] == "graphs" else 0.5} | {
+                "jvp-flash": 3.0,
+                "by-hand": 4.0,
+                "math": 40.0,
+                "jax-xla": 2.0,
+            }
             here = {"ours", *derivatives.BESIDE[problem["beside"]]}
             values = {name: x for name, x in values.items() if name in here}
             if unit == "ms" and problem["beside"] not in ("JAX", "Triton"):
@@ -280,15 +355,24 @@ def synthetic() -> list[dict[str, Any]]:
 def test_rows_of_one_problem_are_shown_as_one() -> None:
     rows = synthetic()
     shown = derivatives.merged(rows)
-    assert len({(derivatives.name_of(x["problem"]), x["unit"]) for x in shown if x["peers"]}) == len(
-        [x for x in shown if x["peers"]]
-    )
+    compared = [x for x in shown if x["peers"]]
+    assert len(
+        {(derivatives.name_of(x["problem"]), x["unit"], derivatives._kind(x["problem"])) for x in compared}
+    ) == len(compared)
+    named = [derivatives.name_of(x["problem"]) for x in shown]
+    assert [name for name, _ in itertools.groupby(named)] == [*dict.fromkeys(named)]  # all of a name together
+    assert [(x["problem"]["beside"], x["unit"]) for x, name in zip(shown, named) if name == "step-256-d72"] == [
+        ("PyTorch, Triton", "ms"), ("PyTorch, Triton", "MB"), ("graphs", "ms"), ("JAX", "ms"), ("JAX", "MB"),
+    ]  # fmt: skip
     first = shown[0]
-    assert first["problem"]["beside"] == "PyTorch, JAX, Triton" and first["ratio_to_best"] == 4.0
-    assert first["peers"] == {"math": 40.0, "by-hand": 4.0, "jax-xla": 2.0, "jvp-flash": 3.0}
+    assert first["problem"]["beside"] == "PyTorch, Triton" and first["ratio_to_best"] == 6.0
+    assert first["peers"] == {"math": 40.0, "by-hand": 4.0, "jvp-flash": 3.0}
     assert first["times_alone"] == 2.5 and rows[0]["problem"]["beside"] == "PyTorch"  # what was given stays
     said = report.summary(rows)
-    assert "jvp: least 4.00x the best peer (jvp-4096-d64), at most 2.50 times forward (jvp-4096-d64)" in said
+    assert "jvp: least 6.00x the best peer (jvp-4096-d64), at most 2.50 times forward (jvp-4096-d64)" in said
+    assert "JAX jvp: least 4.00x the best peer (jvp-4096-d64)" in said
+    least, most = "least 30.00x the best peer (step-1024-d72)", "at most 0.50 times forward and backward"
+    assert f"graphs step: {least}, {most} (step-1024-d72)" in said
     # 0.5 MB beside 64 x 8 x 64 x 16 numbers of float32
     assert "memory beyond inputs and results: at most 0.24 times q's (double-64-d16-float32-bias)" in said
     assert "sm90 Hu: at most 2.50 times backward (Hu-4096-d64)" in said
@@ -307,5 +391,6 @@ def test_the_page_has_its_table(tmp_path: Path) -> None:
     page = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert (tmp_path / "docs" / "plots" / "h100_derivatives.png").is_file()
     table = [line for line in page.splitlines() if line.startswith("| jvp | 4096 | 64 |")]
-    assert len(table) == 2 and "| ms | **0.5** | 40 | 4 | 2 | 3 | 4.00x | 2.50x |" in table[0]
+    assert len(table) == 4 and "| PyTorch, Triton | ms | **0.5** | 40 | 4 | 3 | – | 6.00x | 2.50x |" in table[0]
+    assert "| JAX | ms | **0.5** | – | – | – | 2 | 4.00x | – |" in table[2]
     assert "| Ju | 4096 | 64 |" in page

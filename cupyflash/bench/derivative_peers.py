@@ -178,6 +178,12 @@ def jax_way(what: str, x: Inputs, attend: Callable[..., Any]) -> Way:
     def pulled(bias: Any, at: Any, dout: Any) -> Any:
         return jax.vjp(functools.partial(attend, bias), *at)[1](dout)
 
+    def forward(bias: Any, at: Any, along: Any, weights: Any, dout: Any) -> Any:
+        return (attend(bias, *at),)
+
+    def both(bias: Any, at: Any, along: Any, weights: Any, dout: Any) -> Any:
+        return pulled(bias, at, dout)
+
     def jvp(bias: Any, at: Any, along: Any, weights: Any, dout: Any) -> Any:
         return jax.jvp(functools.partial(attend, bias), at, along)
 
@@ -193,7 +199,7 @@ def jax_way(what: str, x: Inputs, attend: Callable[..., Any]) -> Way:
         return jax.jvp(lambda *at: pulled(bias, at, dout), at, along)[1]
 
     given = (bias, at, along, weights, dout)
-    function = {"jvp": jvp, "step": step, "double": double, "hvp": hvp}[what]
+    function = {"forward": forward, "both": both, "jvp": jvp, "step": step, "double": double, "hvp": hvp}[what]
     with jax.default_matmul_precision("default" if x.dout.itemsize == 2 else "highest"):
         call = jax.jit(function).lower(*given).compile()
 

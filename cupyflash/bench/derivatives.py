@@ -32,7 +32,7 @@ from .derivative_peers import (
     torch_call,
     xla,
 )
-from .suite import Measured, Options, Problem, relative_error, take_turns
+from .suite import Measured, Options, Problem, relative_error, replayed, take_turns
 
 
 class Shape(NamedTuple):
@@ -46,17 +46,20 @@ class Shape(NamedTuple):
 
 
 # Who is measured with ours in one row: a library that is slow to start, or keeps memory, does not hold up the others.
-# Those of a family are its own forward and backward.
+# Those of a family are its own forward and backward. All are called by PyTorch: of "PyTorch" and "Triton" each call
+# anew, of "graphs" and the families by replays of a CUDA graph. "JAX": all by JAX, jitted.
 BESIDE = {
     "PyTorch": ("math", "by-hand"),
     "sm90": (),
+    "graphs": ("math", "by-hand", "jvp-flash"),
     "JAX": ("jax-xla",),
     "Triton": ("jvp-flash",),
     "sm80": (),
     "simt": (),
 }
-MODULES = {"PyTorch": "torch", "JAX": "jax", "Triton": "jvp_flash_attention"}
-PEERS = tuple(itertools.chain(*BESIDE.values()))
+MODULES = {"PyTorch": "torch", "graphs": "torch", "JAX": "jax", "Triton": "jvp_flash_attention"}
+PEERS = tuple(dict.fromkeys(itertools.chain(*BESIDE.values())))
+SHORT = 2048  # tokens up to which PyTorch's host may take longer than the kernels
 ALONE = {"jvp": "forward", "step": "both", "double": "both", "hvp": "both", "Ju": "forward", "Hu": "backward"}
 # Of each row what runs in it, so that it can be compiled ahead.
 PASSES_OF: dict[str, tuple[Pass, ...]] = {
@@ -105,11 +108,21 @@ def name_of(problem: Mapping[str, Any]) -> str:
 
 
 def _all() -> list[Problem]:
-    asked = [(beside, shape, what) for beside in MODULES for shape in SHAPES for what in SHAPES[shape].split()
-             if beside != "Triton" or what in KNOWN and shape.dtype == "bfloat16" and not shape.bias]  # fmt: skip
+    asked = [
+        (beside, shape, what)
+        for beside in MODULES
+        for shape in SHAPES
+        for what in SHAPES[shape].split()
+        if (beside != "Triton" or _known(what, shape)) and (beside != "graphs" or shape.seq <= SHORT)
+    ]
     asked += [(family, shape, what) for family in OF_FAMILY for shape in OF_FAMILY[family] for what in ("Ju", "Hu")]
     found = [{"pass": what, **shape._asdict(), "beside": beside} for beside, shape, what in asked]
     return sorted(found, key=lambda x: (tier(x), list(BESIDE).index(x["beside"])))
+
+
+def _known(what: str, shape: Shape) -> bool:
+    """To the Triton package."""
+    return what in KNOWN and shape.dtype == "bfloat16" and not shape.bias
 
 
 def tier(problem: Mapping[str, Any]) -> int:
@@ -125,7 +138,7 @@ def _shape(problem: Mapping[str, Any]) -> Shape:
 
 
 def problems(options: Options) -> list[Problem]:
-    """Each row in milliseconds, and in megabytes beyond inputs and results where there are peers; those that tell most
+    """Each row in milliseconds, and in megabytes beyond inputs and results but for replays; those that tell most
     first. Of packages that are not installed there are none; with a family those of other families are left out."""
     there = {beside for beside, module in MODULES.items() if importlib.util.find_spec(module) is not None}
     there |= {options.family} if options.family else {*OF_FAMILY}
@@ -134,8 +147,12 @@ def problems(options: Options) -> list[Problem]:
         for problem in _all()
         if problem["beside"] in there and not (options.quick and not options.only and tier(problem))
         and (not options.only or any(name.startswith(options.only) for name in names_of(problem)))
-        for unit in (("ms",) if problem["beside"] in OF_FAMILY else ("ms", "MB"))
+        for unit in (("ms",) if _in_graphs(problem) else ("ms", "MB"))
     ]  # fmt: skip
+
+
+def _in_graphs(problem: Mapping[str, Any]) -> bool:
+    return problem["beside"] == "graphs" or problem["beside"] in OF_FAMILY
 
 
 def names_of(problem: Mapping[str, Any]) -> tuple[str, str]:
@@ -174,13 +191,17 @@ def ways(problem: Problem, x: Inputs, family: str | None) -> dict[str, Callable[
     if beside == "JAX":
         return {
             "ours": lambda: jax_way(what, x, ours_in_jax(x, family)),
+            "ours_alone": lambda: jax_way(ALONE[what], x, ours_in_jax(x, family)),
             "jax-xla": lambda: jax_way(what, x, xla(x)),
         }
     found = {"ours": by_torch(lambda: ours(x, family))}
     if beside == "Triton":
         return found | {"jvp-flash": by_torch(lambda: jvp_flash(x, what))}
     found["ours_alone"] = by_torch(lambda: ours(x, family), ALONE[what])
-    return found | {"math": by_torch(lambda: sdpa_math(x)), "by-hand": by_torch(lambda: by_hand(x))}
+    found |= {"math": by_torch(lambda: sdpa_math(x)), "by-hand": by_torch(lambda: by_hand(x))}
+    if beside == "graphs" and _known(what, _shape(problem)) and importlib.util.find_spec(MODULES["Triton"]):
+        found["jvp-flash"] = by_torch(lambda: jvp_flash(x, what))
+    return found
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
@@ -212,12 +233,14 @@ def _measured(
     for name, prepare in ways(problem, x, options.family).items():
         try:
             way = prepare()
+            if _in_graphs(problem):
+                way = way._replace(candidate=replayed([way.candidate]))
             if name != "ours_alone":
                 error = _error(way, right)
                 if not error < tolerance:  # also where it is NaN
                     notes[name] = f"wrong: relative error {error:.2g} against float64"
                     continue
-                if x.dout.is_cuda:
+                if x.dout.is_cuda and not _in_graphs(problem):
                     peaks[name] = _peak(way) / 1e6
             candidates[name] = way.candidate
         except Exception as failure:  # noqa: BLE001 - a peer may fail in any way; the row goes on without it
@@ -317,11 +340,12 @@ def jobs_of(problem: Mapping[str, Any], arch: Any, family: str | None) -> Iterab
 
 
 def merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for a problem that was measured beside several: with the least of their ratios, and all peers."""
+    """One row for a problem that was measured beside several in the same way: with the least of their ratios, and all
+    peers. Rows of one name follow each other."""
     found: dict[Any, dict[str, Any]] = {}
     for row in rows:
         problem = row["problem"]
-        kind = problem["beside"] if problem["beside"] in OF_FAMILY else ""
+        kind = _kind(problem)
         first = found.setdefault((name_of(problem), row["unit"], kind), {**row, "peers": {}, "problem": dict(problem)})
         if first["problem"] != problem:
             first["problem"]["beside"] += f", {problem['beside']}"
@@ -329,7 +353,14 @@ def merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             first |= {"ratio_to_best": min(ratios, default=None)}
             first |= {key: x for key, x in row.items() if key in ("ours_alone", "times_alone")}
         first["peers"].update(row["peers"])
-    return [*found.values()]
+    names = [name for name, *_ in found]
+    return sorted(found.values(), key=lambda row: names.index(name_of(row["problem"])))
+
+
+def _kind(problem: Mapping[str, Any]) -> str:
+    """How a row was measured: "", called by PyTorch; else beside what."""
+    beside = str(problem["beside"])
+    return "" if beside.startswith(("PyTorch", "Triton")) else beside
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -338,9 +369,8 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in merged([row for row in rows if row["unit"] == "ms"]):
-        beside = row["problem"]["beside"]
-        kinds.setdefault((beside if beside in OF_FAMILY else "", row["problem"]["pass"]), []).append(row)
-    for (family, what), group in kinds.items():
+        kinds.setdefault((_kind(row["problem"]), row["problem"]["pass"]), []).append(row)
+    for (kind, what), group in kinds.items():
         said = []
         if least := min((x for x in group if x["ratio_to_best"]), key=lambda x: x["ratio_to_best"], default=None):
             said.append(f"least {least['ratio_to_best']:.2f}x the best peer ({name_of(least['problem'])})")
@@ -348,15 +378,15 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             alone = {"both": "forward and backward"}.get(ALONE[what], ALONE[what])
             said.append(f"at most {most['times_alone']:.2f} times {alone} ({name_of(most['problem'])})")
         if said:
-            found.append(f"{family} {what}: ".lstrip() + ", ".join(said))
-    of_q = {
-        name_of(row["problem"]): row["ours"] * 1e6 / _bytes_of_q(row["problem"])
+            found.append(f"{kind} {what}: ".lstrip() + ", ".join(said))
+    of_q = [
+        (row["ours"] * 1e6 / _bytes_of_q(row["problem"]), name_of(row["problem"]))
         for row in rows
         if row["unit"] == "MB" and row["ours"] is not None
-    }
+    ]
     if of_q:
-        name = max(of_q, key=lambda x: of_q[x])
-        found.append(f"memory beyond inputs and results: at most {of_q[name]:.2f} times q's ({name})")
+        times, name = max(of_q, key=lambda x: x[0])
+        found.append(f"memory beyond inputs and results: at most {times:.2f} times q's ({name})")
     return found
 
 

@@ -87,8 +87,9 @@ boolean mask leaves (for calls of models, the pairs that the mask leaves); the b
 with the fastest peer of the row, larger is better whatever the unit; "vs causal" with our own attention with a causal mask
 alone, in the same rounds. – is what a peer cannot do or what has no room. Further derivatives (`derivatives`): `jvp` is forward
 and tangent, `step` a MeanFlow step's attention (jvp, then backward through the value), `double` forward, backward and its
-backward, `hvp` a Hessian product, each as PyTorch's users write it; `Ju` and `Hu` are `attention_jvp` and `attention_backward_jvp`
-of a kernel family; "times alone" is how many of our own forwards (`jvp`, `Ju`), backwards (`Hu`), or both (others) that takes, in
+backward, `hvp` a Hessian product, each as users write it: by PyTorch in eager mode (beside PyTorch, Triton), the same replayed
+from CUDA graphs (graphs), by JAX under jit (JAX); `Ju` and `Hu` are `attention_jvp` and `attention_backward_jvp` of a kernel
+family, replayed; "times alone" is how many of our own forwards (`jvp`, `Ju`), backwards (`Hu`), or both (others) that takes, in
 the same rounds; megabytes are the peak beyond inputs and results. Decoding, pages, latent attention and packed sequences are replayed
 from CUDA graphs, from more copies of the arrays than the L2 cache holds; "reading K and V" is a sum over their bytes, and neither that
 nor ours in another form is a peer. Of latent attention V is in K and read once; TFLOP/s count 2·H·(576 + 512) for each pair of a query

@@ -19,7 +19,7 @@ from ..rules import describe
 from ..tools.timing import Candidate, geomean, ratio
 from . import peers, serving_peers
 from .serving_rows import CALLS, KINDS, QUICK, Call
-from .suite import Measured, Options, Problem, compare, importable, take_turns
+from .suite import Measured, Options, Problem, compare, importable, replayed, take_turns
 
 COLD = 256 << 20  # bytes of q, k and v in all copies; L2 caches have up to 126 MB
 MOST_CALLS, LEAST_CALLS = 64, 6  # of one graph
@@ -255,28 +255,8 @@ def others(suite: str, call: Call) -> dict[str, peers.Prepare]:
 
 def _replayed(prepare: peers.Prepare, cases: Sequence[peers.Case], case: peers.Case, of: Pass) -> Candidate:
     """Calls on all the cases as one CUDA graph, with the results of the last one."""
-    import torch
-
     made = {id(x): prepare(x, of) for x in cases}
-    order = [made[id(x)] for x in cases]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with order[0].context(), torch.cuda.stream(side):
-        for x in made.values():  # so that nothing is compiled, and no workspace made, while the graph is
-            x.call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with order[0].context(), torch.cuda.graph(graph):
-        for x in order:
-            results = x.call()
-
-    return Candidate(functools.partial(_replay, graph, results, order))
-
-
-def _replay(graph: Any, results: tuple[Any, ...], kept: Any) -> tuple[Any, ...]:
-    """`kept`: whose arrays the graph reads."""
-    graph.replay()
-    return results
+    return replayed([made[id(x)] for x in cases])
 
 
 def _reading(call: Call, case: peers.Case, of: Pass) -> Candidate:
