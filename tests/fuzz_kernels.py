@@ -131,7 +131,7 @@ def run_case(case: Case, rng: np.random.Generator) -> None:
             for module in (on_cpu, on_cpu_tangents):
                 patch.setattr(module, "draw_blocks", uneven_blocks)
         if case.shares:
-            patch.setattr(sm90_backward_cost, "shares", lambda problem, t, clusters: min(case.shares, problem.group))
+            patch.setattr(sm90_backward_cost, "shares", lambda problem, *_: min(case.shares, problem.group))
             patch.setattr(sm90_backward_cost, "CACHE", 1)
         name, cc, memory = ARCHS[case.family]
         arch, options = Arch(name, cc, case.sms, memory), dict(case.options)
