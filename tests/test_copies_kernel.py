@@ -92,6 +92,55 @@ def test_it_copies_what_numpy_does(dtype: str, dim: int, begin: int, rng: np.ran
             z.check(f"target {n}")
 
 
+SUMS = [("float32", "bfloat16"), ("float32", "float16"), ("float32", "float32"), ("float64", "float64")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtypes", SUMS, ids="-".join)
+@pytest.mark.parametrize("dim", [64, 9])
+def test_it_adds_in_order_and_rounds_once(dtypes: tuple[str, str], dim: int, rng: np.random.Generator) -> None:
+    """Rows of arrays of other lengths; into heads of one; one source, several, itself and more than a launch takes."""
+    many = 3 * MOST
+    sources = [rng.standard_normal((2, 40 + n % 3, 3, dim)).astype(dtypes[0]) for n in range(many)]
+    for x in sources[2:]:
+        x *= 1e-3  # so that an order shows
+    target = Guarded((2, 90, 6, dim), np.dtype(dtypes[1]))
+    given = [(n, x, rows(n % 4, 21)) for n, x in enumerate(sources, 1)]
+    pieces = [
+        piece((0, target.array, (*rows(begin, 21), slice(1, 4))), some[0])._replace(
+            itemsize=np.dtype(dtypes[0]).itemsize, added=tuple(side(*x)[0] for x in some[1:])
+        )
+        for begin, some in ((0, given[:1]), (21, given[1:3]), (42, given[2:7]), (69, given[7:]))
+    ]
+    addresses = [target.pointer, *(x.ctypes.data for x in sources)]
+    kept = [x.copy() for x in sources]
+    copies = Copies(pieces, dtypes)
+    assert [len(x.sources) for x in copies.launches] == [8, MOST, MOST, many - 7 - 2 * (MOST - 1)]
+    before = target.array.copy()
+    by_numpy(copies, addresses)
+    want = target.array.copy()
+    expected = kept[2][:, 3:24] + kept[3][:, :21] + kept[4][:, 1:22] + kept[5][:, 2:23] + kept[6][:, 3:24]
+    same(want[:, 42:63, 1:4], expected.astype(dtypes[1]))
+    for last_first in (False, True):
+        target.array[...] = before
+        for x, y in zip(sources, kept):
+            x[...] = y
+        by_kernel(copies, addresses, last_first)
+        same(target.array, want)
+    target.check("target")
+    assert all(np.array_equal(x, y) for n, (x, y) in enumerate(zip(sources, kept)) if n != 7)
+
+
+@needs_compiler
+def test_to_what_is_there_is_added(rng: np.random.Generator) -> None:
+    x, y = (rng.standard_normal((2, 29, 3, 8)).astype("float32") for _ in range(2))
+    (to, lengths), (more, _) = side(0, x, rows(4, 20)), side(1, y, rows(9, 20))
+    want = x.copy()
+    want[:, 4:24] += y[:, 9:]
+    by_kernel(Copies([Piece(to, to, lengths, 4, (more,))], ("float32", "float32")), [x.ctypes.data, y.ctypes.data])
+    same(x, want)
+
+
 @needs_compiler
 def test_more_than_a_launch_and_a_block_hold(rng: np.random.Generator) -> None:
     """Pieces of many lengths, some longer than a tile, in an order of their own."""
@@ -117,7 +166,8 @@ def test_axes_along_which_both_sides_go_on_alike_are_one() -> None:
     lse, odd = np.zeros((2, 6, 29, 1), np.float32).swapaxes(1, 2), np.zeros((29, 1, 6, 2), np.float16)[..., :1]
 
     def plain(to: Any, source: Any) -> list[tuple[Any, int]]:
-        return [(z.axes, z.run) for z in _plain(piece((0, *to), (1, *source)))]
+        x = piece((0, *to), (1, *source))
+        return [(tuple((n, *strides) for n, strides in z.axes), z.run) for z in _plain(x, x.itemsize)]
 
     assert plain((x, ()), (x, ())) == [((), x.nbytes)]
     assert plain((heads_first, ()), (heads_first, ())) == [((), x.nbytes)]
@@ -126,10 +176,12 @@ def test_axes_along_which_both_sides_go_on_alike_are_one() -> None:
     assert plain((lse, rows(1, 9)), (lse, rows(0, 9))) == [(((12, 29 * 4, 29 * 4),), 36)]
     assert plain((x[0, :, 3:4, :1], ()), (odd[:, :, 2], ())) == [(((29, 768, 24),), 2)]  # axes of one element are none
     (first, _), (second, _) = [side(n, z, ()) for n, z in ((0, x[..., ::2]), (1, heads_first[..., ::2]))]
-    each = list(_plain(Piece(first, second, (2, 29, 6, 32), 2)))  # four axes: by batch entries
-    assert [(z.to[1], z.source[1], len(z.axes)) for z in each] == [(n * 29 * 768, n * 29 * 768, 3) for n in range(2)]
+    each = list(_plain(Piece(first, second, (2, 29, 6, 32), 2), 2))  # four axes: by batch entries
+    assert [(z.to[1], z.sources[0][1], len(z.axes)) for z in each] == [
+        (n * 29 * 768, n * 29 * 768, 3) for n in range(2)
+    ]
     long = Piece(Side(0, 0, (2**33, 4)), Side(1, 0, (2**33, 4)), (4, 2**31), 2)
-    assert [z.axes for z in _plain(long)] == [((4, 2**33, 2**33), (2**31, 4, 4))]  # of 32 bits each
+    assert [z.axes for z in _plain(long, 2)] == [((4, (2**33, 2**33)), (2**31, (4, 4)))]  # of 32 bits each
     assert Copies([long]).launches[0].blocks == 2**20
 
 
@@ -154,10 +206,12 @@ def test_the_next_call_with_the_same_addresses_packs_nothing(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120"])
-def test_it_compiles_without_spills(arch: str) -> None:
+@pytest.mark.parametrize("dtypes", [("", ""), *SUMS], ids="-".join)
+def test_it_compiles_without_spills(arch: str, dtypes: tuple[str, str]) -> None:
     pytest.importorskip("cuda.core")
-    found = compiler.compile_source(_PROGRAM.source(), arch).resources[NAME]
-    assert found.spill_stores == 0 and found.stack == 0 and found.registers <= 64
+    source = _PROGRAM._replace(given=dtypes[0], written=dtypes[1]).source()
+    found = compiler.compile_source(source, arch).resources[NAME]
+    assert found.spill_stores == 0 and found.stack == 0 and found.registers <= (128 if dtypes[0] else 64)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------------------------
@@ -190,4 +244,21 @@ def test_on_a_gpu(dtype: str, dim: int, begin: int, rng: np.random.Generator) ->
         graph = stream.end_capture()
     graph.launch(stream)
     stream.synchronize()
+    assert (found.view("uint8") == want.view("uint8")).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", SUMS, ids="-".join)
+@pytest.mark.parametrize("dim", [128, 9])
+def test_sums_on_a_gpu(dtypes: tuple[str, str], dim: int, rng: np.random.Generator) -> None:
+    cupy = pytest.importorskip("cupy")
+    shape, given = (2, 400, 6, dim), np.dtype(dtypes[0])
+    xs = [cupy.asarray(rng.standard_normal(shape).astype(given)) for _ in range(3)]
+    found = cupy.zeros((2, 500, 6, dim), dtypes[1])
+    want = found.copy()
+    want[:, 7:397, 2:5] = (xs[0][:, :390, 2:5] + xs[1][:, 5:395, 2:5]) + xs[2][:, 10:, 2:5]
+    sides = [Side(1 + n, 5 * n * x.strides[1] + 2 * x.strides[2], x.strides) for n, x in enumerate(xs)]
+    to = Side(0, 7 * found.strides[1] + 2 * found.strides[2], found.strides)
+    sums = Copies([Piece(to, sides[0], (2, 390, 3, dim), given.itemsize, tuple(sides[1:]))], dtypes)
+    sums.launch([x.data.ptr for x in (found, *xs)], 0, cupy.cuda.get_current_stream().ptr)
     assert (found.view("uint8") == want.view("uint8")).all()

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from copies_on_cpu import by_numpy
+from near_on_cpu import Memory, Near
 from reference import fresh_rng
 
 from cupyflash import attention, attention_backward, block_mask, parallel
 from cupyflash.gpu.copies import Copies
-from cupyflash.parallel import Rows, arrays, run
+from cupyflash.parallel import Rows, arrays
+from cupyflash.parallel.transfers import SentKeys
 
 
 def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -44,6 +46,33 @@ def test_all_copies_of_cupy_arrays_are_one_launch(monkeypatch: pytest.MonkeyPatc
     for target, source in pairs:
         np.testing.assert_array_equal(target, source)
     assert np.count_nonzero(to) == np.count_nonzero(pairs[0][1]) + np.count_nonzero(pairs[1][1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_all_sums_of_arrays_on_a_gpu_are_one_launch(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, launched = fresh_rng(), []
+    adapter = types.SimpleNamespace(
+        pointer=lambda x: int(x.__array_interface__["data"][0]), device=lambda x: 3, stream=lambda ordinal: 7,
+        on_gpu=lambda x: True,
+    )  # fmt: skip
+
+    def launch(self: Copies, addresses: Sequence[int], *where: int) -> None:
+        launched.append((*where, self.dtypes))
+        by_numpy(self, addresses)
+
+    monkeypatch.setattr(arrays.interop, "library", lambda name, x: adapter)
+    monkeypatch.setattr(Copies, "launch", launch)
+    kind = "float64" if dtype == "float64" else "float32"
+    x, y, z = rng.standard_normal((3, 2, 24, 6, 8)).astype(kind)
+    to = np.zeros((2, 40, 6, 8), dtype)
+    wants = [((x[:, 4:16] + y[:, 1:13]) + z[:, :12]).astype(dtype), x[:, :9].astype(dtype)]
+    sums = [(to[:, 8:20], [x[:, 4:16], y[:, 1:13], z[:, :12]]), (to[:, 30:39], [x[:, :9]]), (to[:, :0], [y[:, :0]])]
+    arrays.put_sums(sums)
+    arrays.put_sums([])
+    assert launched == [(3, 7, (kind, dtype))]
+    for (target, _), want in zip(sums, wants):
+        np.testing.assert_array_equal(target, want)
+    assert np.count_nonzero(to) == sum(map(np.count_nonzero, wants))
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -79,7 +108,7 @@ def test_a_sum_is_rounded_once(dtype: Any) -> None:
     rng = fresh_rng()
     parts = [rng.standard_normal((3, 50)).astype(np.float32) for _ in range(3)]
     target = np.empty((3, 100), dtype)[:, ::2]
-    arrays.put_sum(target, parts)
+    arrays.put_sums([(target, parts)])
     np.testing.assert_array_equal(target, ((parts[0] + parts[1]) + parts[2]).astype(dtype))
 
 
@@ -95,8 +124,7 @@ def test_keys_that_one_call_alone_has_are_written_not_added(monkeypatch: pytest.
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(run, "add_to", never)
-    monkeypatch.setattr(run, "_beside", never)
+    monkeypatch.setattr(SentKeys, "add", never)
 
     def work(group: Any) -> Any:
         own = parallel.block_mask(documents, rows, group, block=16)
@@ -106,3 +134,33 @@ def test_keys_that_one_call_alone_has_are_written_not_added(monkeypatch: pytest.
 
     for whole, parts in zip(want, zip(*parallel.simulated(size).run(work))):
         np.testing.assert_allclose(rows.join(list(parts)), whole, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "causal", "expected"), [(2, True, [1, 1]), (2, False, [2, 1]), (4, True, [1, 2, 2, 1])]
+)
+def test_sums_of_calls_and_ranks_are_one_launch(
+    size: int, causal: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one more of each call whose keys others hold, that adds to what an earlier one wrote. (The last rank has one
+    call: its chunks touch.)"""
+    rows, memory = Rows.zigzag(64 * size, size, multiple=16), Memory(size)
+    launched = [0] * size
+    x = fresh_rng().standard_normal((4, 1, 64 * size, 2, 8))
+    out, lse = attention(*x[1:], causal=causal, return_lse=True)
+
+    def work(plain: Any) -> Any:
+        group = Near(plain, memory)
+
+        def copied(copies: Copies, addresses: Sequence[int]) -> None:
+            launched[plain.rank] += copies.dtypes is not None
+            by_numpy(copies, addresses)
+
+        group.window.copied = copied
+        own = [*(rows.take(y, plain.rank) for y in (*x, out)), rows.take(lse, plain.rank, 2)]
+        return parallel.attention_backward(*own, group, rows=rows, exchange="keys", causal=causal)
+
+    found = parallel.simulated(size).run(work)
+    assert launched == expected
+    for y, parts in zip(attention_backward(*x, out, lse, causal=causal), zip(*found)):
+        np.testing.assert_allclose(rows.join(list(parts)), y, atol=1e-12)

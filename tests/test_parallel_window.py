@@ -2,121 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import gc
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from copies_on_cpu import by_kernel, by_numpy
 from cuda_on_cpu import needs_compiler
+from near_on_cpu import Memory, Near, Window
 from reference import fresh_rng
 
 from cupyflash import attention, attention_backward, block_mask, parallel
 from cupyflash.gpu.copies import Copies
 from cupyflash.parallel import Rows, asked, near, run
-
-POISON = 0xFF  # a float of such bytes is NaN
-
-
-def address_of(x: np.ndarray) -> int:
-    return int(x.__array_interface__["data"][0])
-
-
-class Memory:
-    """Of all ranks."""
-
-    def __init__(self, size: int, most: int | None = None) -> None:
-        self.most = most  # bytes that are to be had
-        self.of = [np.zeros(0, np.uint8)] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-
-class Window:
-    """As `parallel.window.Window`, of NumPy's arrays. Copies beside what computes are made at the last moment; in each
-    call memory is poisoned, and new where more is asked for."""
-
-    copied = staticmethod(by_numpy)
-
-    def __init__(self, memory: Memory, rank: int) -> None:
-        self._memory, self._rank, self._size, self.calls = memory, rank, 0, 0
-        self._late: list[tuple[np.ndarray, int]] = []
-        self._kept: dict[Any, Any] = {}
-
-    def begin(self, size: int) -> bool:
-        if self._memory.most is not None and size > self._memory.most:
-            return False
-        self._memory.barrier.wait()  # all are done with what was there
-        if size > len(self._memory.of[self._rank]):
-            self._memory.of[self._rank], self._kept = np.empty(size, np.uint8), {}
-        self._memory.of[self._rank][...] = POISON
-        self._size = size
-        self.calls += 1
-        self._memory.barrier.wait()
-        return True
-
-    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-    def array(self, rank: int, offset: int, shape: tuple[int, ...], like: np.ndarray, dtype: Any = None) -> np.ndarray:
-        kind = like.dtype if dtype is None else np.dtype(dtype)
-        count = int(np.prod(shape)) * kind.itemsize
-        assert offset % 16 == 0 and offset + count <= self._size
-        return self._memory.of[rank][offset : offset + count].view(kind).reshape(shape)
-
-    @property
-    def places(self) -> list[int]:
-        return [address_of(x) for x in self._memory.of]
-
-    @staticmethod
-    def address(x: np.ndarray) -> int:
-        return address_of(x)
-
-    def put(self, copies: Copies, addresses: Sequence[int]) -> None:
-        for x in copies.pieces:
-            for side in (x.to, x.source) if 0 not in x.lengths else ():
-                first = addresses[side.array] + side.at
-                end = first + sum((n - 1) * stride for n, stride in zip(x.lengths, side.strides)) + x.itemsize
-                for begin, size in ((address_of(y), len(y)) for y in self._memory.of):
-                    assert not begin <= first < begin + size or end <= begin + size
-        self.copied(copies, addresses)
-
-    def push(self, parts: Sequence[tuple[int, int, int, int]], beside: bool) -> None:
-        assert all(rank != self._rank for rank, _, _, _ in parts)
-        for rank, offset, address, count in parts:
-            target = self._memory.of[rank][offset : offset + count]
-            assert len(target) == count and offset + count <= self._size
-            self._late.append((target, address))
-        if not beside:
-            self._copied()
-
-    def _copied(self) -> None:
-        for target, address in self._late:
-            ctypes.memmove(target.ctypes.data, address, target.nbytes)
-        self._late = []
-
-    def arrived(self) -> None:
-        self._copied()
-        self._memory.barrier.wait()
-
-    def end(self) -> None:
-        assert not self._late
-
-
-class Near:
-    """A simulated group whose ranks have a window."""
-
-    def __init__(self, group: Any, memory: Memory) -> None:
-        self._group, self.rank, self.size, self.eager, self.known = group, group.rank, group.size, True, group.known
-        self.exchange, self.all_gather, self.refuses = group.exchange, group.all_gather, group.refuses
-        self.window = Window(memory, group.rank)
 
 
 def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -289,7 +192,8 @@ def test_rows_that_others_alone_see_are_packed_at_once_or_sent_as_they_are(
     memory, axis, made = Memory(size), 2 if heads_first else 1, []
 
     def copied(copies: Copies, addresses: Sequence[int]) -> None:
-        made.append([x for x in copies.pieces if x.to.array != 0])  # not where they are computed with
+        if copies.dtypes is None:  # else sums
+            made.append([x for x in copies.pieces if x.to.array != 0])  # not where they are computed with
         by_numpy(copies, addresses)
 
     monkeypatch.setattr(Window, "copied", staticmethod(copied))
@@ -318,8 +222,8 @@ def test_what_is_kept_of_a_kind_serves_other_arrays(plan: dict[str, Any], monkey
     rows, memory = Rows.zigzag(192, 2, multiple=16), Memory(2)
     made: list[Copies] = []
 
-    def counted(pieces: Sequence[Any]) -> Copies:
-        made.append(Copies(pieces))
+    def counted(*given: Any) -> Copies:
+        made.append(Copies(*given))
         return made[-1]
 
     monkeypatch.setattr(near, "Copies", counted)
@@ -375,14 +279,7 @@ def test_the_kernel_of_copies_in_the_place_of_numpy(name: str, monkeypatch: pyte
 def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     window = pytest.importorskip("cupyflash.parallel.window")
-    memory = [np.zeros(4096, np.uint8) for _ in range(2)]
-
-    def get_buffer(rank: int, shape: tuple[int, ...], dtype: Any, begin: int) -> Any:
-        size = dtype.itemsize
-        part = memory[rank][begin * size :][: size * int(np.prod(shape))]
-        return torch.from_numpy(part).view(dtype).view(shape)
-
-    handle = types.SimpleNamespace(buffer_ptrs=[x.ctypes.data for x in memory], rank=0, get_buffer=get_buffer)
+    handle = types.SimpleNamespace(buffer_ptrs=[0, 0])
     of_torch = types.SimpleNamespace(
         empty=lambda size, **how: torch.empty(size, **how), rendezvous=lambda own, group: handle
     )
@@ -392,27 +289,25 @@ def test_memory_that_was_made_in_inference_mode_is_written_to_outside(monkeypatc
     x, shape = torch.ones(1, 4, 2, 8), (1, 4, 2, 8)
     with torch.inference_mode():
         found._reserve(4096)
-        for rank in range(2):
-            found.array(rank, 1024, shape, x)
-    for rank in range(2):
-        for offset in (1024, 2048):
-            into = found.array(rank, offset, shape, x)
-            into[...] = x
-            into[...] += 1
-            assert into.min() == 2 and into.dtype == x.dtype
+        found.array(1024, shape, x)
+    for offset in (1024, 2048):
+        into = found.array(offset, shape, x)
+        into[...] = x
+        into[...] += 1
+        assert into.min() == 2 and into.dtype == x.dtype
+    assert found._own[2048:2304].view(torch.float32).view(shape)[0, 1, 0, 0] == 2
     with torch.inference_mode():
-        part = found.kept("part", lambda: found.array(0, 1024, shape, x)[:, :2])
+        part = found.kept("part", lambda: found.array(1024, shape, x)[:, :2])
     part += 1
     assert found.kept("part", lambda: None) is part
     found._reserve(4096)
     assert found.kept("part", lambda: None) is None  # views of what is no more
-    assert memory[1][2048:2304].view(np.float32).reshape(shape)[0, 1, 0, 0] == 2
 
 
 def test_memory_that_a_graph_was_captured_with_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     window = pytest.importorskip("cupyflash.parallel.window")
-    handle = types.SimpleNamespace(buffer_ptrs=[0], rank=0, barrier=lambda timeout_ms: None)
+    handle = types.SimpleNamespace(buffer_ptrs=[0], barrier=lambda timeout_ms: None)
     of_torch = types.SimpleNamespace(empty=torch.empty, rendezvous=lambda own, group: handle)
     monkeypatch.setattr(window, "symmetric", of_torch)
     monkeypatch.setattr(window, "stream", lambda _: 0)

@@ -13,6 +13,7 @@ import numpy as np
 from .. import interop
 from ..gpu.copies import Copies, Piece, Side
 from ..namespaces import namespace
+from ..problem import ITEMSIZE
 from .rows import Span
 
 SIXTEEN = ("float16", "bfloat16")
@@ -109,15 +110,6 @@ def join_up(target: Any, parts: Sequence[Any], of: Cuts) -> None:
         functions(library(target)).concatenate(rising, of.axis, out=target)
 
 
-def add_to(targets: Sequence[Any], parts: Sequence[Any]) -> None:
-    """To each array of some the one of as many others: in one launch where they lie alike."""
-    if library(targets[0]) == "torch":
-        functions("torch")._foreach_add_(targets, parts)
-    else:
-        for x, part in zip(targets, parts):
-            x += part
-
-
 def zeros(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
     found = empty(shape, like, dtype)
     found[...] = 0
@@ -126,12 +118,12 @@ def zeros(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
 
 def wide(x: Any) -> str | None:
     """What sums of such numbers are kept in; None: in their own dtype."""
-    return _wide(x.dtype)
+    return "float32" if dtype_name(x.dtype) in SIXTEEN else None
 
 
 @functools.cache
-def _wide(dtype: Any) -> str | None:
-    return "float32" if str(dtype).removeprefix("torch.") in SIXTEEN else None
+def dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def beside(x: Any) -> bool:
@@ -191,8 +183,33 @@ def copies_of(pairs: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ..
     )
 
 
-def put_sum(target: Any, parts: Sequence[Any]) -> None:
-    """Write the sum of arrays of one dtype, added in their order and rounded once."""
+def put_sums(sums: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+    """Write to arrays the sums of others of one dtype, added in their order and rounded once: on a GPU in one launch. A
+    target may be the first of its parts, and no other's."""
+    lib: Any = interop.library("q", sums[0][0]) if sums else None
+    if lib is None or not lib.on_gpu(sums[0][0]):
+        for target, parts in sums:
+            _put_sum(target, parts)
+        return
+    ordinal, every = lib.device(sums[0][0]), [x for target, parts in sums for x in (target, *parts)]
+    given, written = sums[0][1][0].dtype, sums[0][0].dtype
+    lies = tuple([(tuple(target.shape), *map(strides, (target, *parts))) for target, parts in sums])
+    copies = _sums_of(lies, dtype_name(given), dtype_name(written))
+    copies.launch([*map(lib.pointer, every)], ordinal, lib.stream(ordinal))
+
+
+@functools.lru_cache(256)
+def _sums_of(sums: tuple[tuple[tuple[int, ...], ...], ...], given: str, written: str) -> Copies:
+    """Of arrays, each as the shape of a sum, how it lies where it is written, and how each of its parts does."""
+    pieces, n = [], 0
+    for shape, *each in sums:
+        to, source, *added = (Side(n + i, 0, lies) for i, lies in enumerate(each))
+        pieces.append(Piece(to, source, shape, ITEMSIZE[given], tuple(added)))
+        n += len(each)
+    return Copies(pieces, (given, written))
+
+
+def _put_sum(target: Any, parts: Sequence[Any]) -> None:
     if len(parts) == 1:
         put(target, parts[0])
         return

@@ -10,24 +10,9 @@ from typing import Any, NamedTuple
 
 from ..gpu.copies import Copies, Piece, Side
 from ..passes import PER_QUERY
-from ..problem import contiguous
-from .arrays import (
-    Cuts,
-    Place,
-    alone,
-    beside,
-    cut_up,
-    cuts,
-    empty,
-    library,
-    lying,
-    place,
-    put_sum,
-    strides,
-    taken,
-    wide,
-)
-from .rows import Span
+from ..problem import ITEMSIZE, contiguous
+from .arrays import alone, beside, dtype_name, empty, library, lying, strides, wide
+from .rows import Span, common
 from .steps import Round
 from .transfers import ByHeads, Here, Numbers, Sums, among, parts_of
 
@@ -49,9 +34,10 @@ class NearKeys:
         # (Numbers of heads that were handed over lie as the way had it by which these came.)
         key = "moves", k.shape[2], len(plan), *map(lying(library(k)), numbers.arrays.values())
         if key not in memo:
-            memo[key] = _Moves(plan, rank, k, v, grads is not None, numbers)
+            memo[key] = _Moves(plan, rank, len(window.places), k, v, grads, numbers)
         self._moves: _Moves = memo[key]
         self._given: int | None = None
+        self._late: list[Any] = []  # parts of calls that are still to be added
         self.may = window.begin(self._moves.size)
 
     def __iter__(self) -> Iterator[Here]:
@@ -76,6 +62,15 @@ class NearKeys:
         assert found is not None
         return found
 
+    def add(self, n: int, parts: Sequence[Any]) -> None:
+        """What the n-th call of the round has written beside these."""
+        window, added = self._window, self._moves.rounds[self._at].added
+        assert added is not None
+        if (copies := added.calls[n]) is None:
+            self._late += parts
+        else:
+            window.put(copies, (window.places[self._rank], *map(window.address, parts)))
+
     def give(self, sums: Sums) -> None:
         """They are written: who holds the keys adds them to its own."""
         self._given = self._at
@@ -95,26 +90,21 @@ class NearKeys:
         if self._given is None:
             return
         n, self._given = self._given, None
-        heads, rows, _ = self._moves.rounds[n].added
-        for target, added in zip(self._grads, self._views[n].added):
-            for x, parts in zip(cut_up(taken(target, heads), rows), added):
-                put_sum(x, parts)
+        window, arrays, self._late = self._window, (*self._grads, *self._late), []
+        added = self._moves.rounds[n].added
+        assert added is not None
+        window.put(added.own, (*window.places, *map(window.address, arrays)))
 
     def _seen(self, n: int) -> _Views:
-        array, rank, of, moves = self._window.array, self._rank, self._plan[n], self._moves.rounds[n]
-        room = [array(rank, at, shape, x) for at, shape, x in zip(moves.begins, moves.shapes, self._kv)]
+        array, of, moves = self._window.array, self._plan[n], self._moves.rounds[n]
+        room = [array(at, shape, x) for at, shape, x in zip(moves.begins, moves.shapes, self._kv)]
         given = self._numbers.arrays
-        numbers = [{name: array(rank, *at, given[name]) for name, at in some.items()} for some in moves.numbers]
+        numbers = [{name: array(*at, given[name]) for name, at in some.items()} for some in moves.numbers]
         keys = [[alone(x, at) for x in room] for at in of.places]
         if self._grads is None:
-            return _Views(keys, numbers, None, [])
-        whose = {
-            r: [array(r, at, shape, x, wide(x)) for at, shape, x in zip(moves.of_sums, shapes, self._grads)]
-            for r, shapes in ((rank, moves.shapes), *moves.others)
-        }
-        sums = Sums(whose[rank], [[alone(x, at) for x in whose[rank]] for at in of.places])
-        added = [[[alone(whose[r][i], at) for r, at in parts] for parts in moves.added.parts] for i in range(2)]
-        return _Views(keys, numbers, sums, added)
+            return _Views(keys, numbers, None)
+        every = [array(at, shape, x, wide(x)) for at, shape, x in zip(moves.of_sums, moves.shapes, self._grads)]
+        return _Views(keys, numbers, Sums(every, [[alone(x, at) for x in every] for at in of.places]))
 
 
 class _Views(NamedTuple):
@@ -123,23 +113,25 @@ class _Views(NamedTuple):
     keys: list[list[Any]]  # K and V of each call
     numbers: list[dict[str, Any]]  # of each call, those that do not lie side by side where they are given
     sums: Sums | None
-    added: list[list[list[Any]]]  # of K and V: what each sum is of
 
 
 class _Moves:
     """Of all rounds, as all calls of a kind make them. At the beginning of the window are numbers, then keys, then sums
     of gradients: at the same bytes of each rank's."""
 
-    def __init__(self, plan: Sequence[Round], rank: int, k: Any, v: Any, backward: bool, numbers: Numbers) -> None:
+    def __init__(
+        self, plan: Sequence[Round], rank: int, size: int, k: Any, v: Any, grads: Any, numbers: Numbers
+    ) -> None:
         pieces, of_numbers, first = _of_numbers(plan, numbers)
         ends = [[_ends(of, (k, v), as_wide) for of in plan] for as_wide in (False, True)]
         keys, sums = (max((x[2] for x in some), default=0) for some in ends)
-        self.size = first + 2 * keys + (2 * sums if backward else 0)
+        self.size = first + 2 * keys + (2 * sums if grads is not None else 0)
         self.rounds = []
         for n, of in enumerate(plan):
             begins = [first + n % 2 * keys + x for x in ends[0][n][:2]]
             of_sums = [first + 2 * keys + n % 2 * sums + x for x in ends[1][n][:2]]
-            self.rounds.append(_moves(of, rank, k, v, begins, of_sums, [] if n else pieces, of_numbers[n]))
+            added = None if grads is None else _added(of, rank, size, grads, of_sums)
+            self.rounds.append(_moves(of, rank, k, v, begins, of_sums, [] if n else pieces, of_numbers[n], added))
 
 
 def _ends(of: Round, xs: Sequence[Any], as_wide: bool) -> list[int]:
@@ -179,11 +171,58 @@ def _of_numbers(plan: Sequence[Round], of: Numbers) -> tuple[list[Piece], list[l
 
 
 class _Added(NamedTuple):
-    """Gradients of keys that a rank holds."""
+    """Sums of gradients, of K and of V."""
 
-    heads: Place | None
-    rows: Cuts  # where each sum goes
-    parts: list[list[tuple[int, Place | None]]]  # of which ranks' rows it is, in this order
+    own: Copies  # of keys that this rank holds: arrays are the ranks' windows, dk, dv, and parts of calls
+    calls: list[Copies | None]  # a call's part, to this rank's sums; None: it is written there, or among those of `own`
+
+
+def _added(of: Round, rank: int, size: int, grads: Sequence[Any], of_sums: list[int]) -> _Added:
+    given, written = wide(grads[0]) or dtype_name(grads[0].dtype), dtype_name(grads[0].dtype)
+    heads, itemsize = of.heads[1] - of.heads[0], ITEMSIZE[given]
+
+    def side(n: int, array: int, at: int, length: int, row: int) -> Side:
+        """From a row of so many on, of wide numbers that lie side by side."""
+        batch, _, _, dim = grads[n].shape
+        return Side(array, at, _inside((batch, length, heads, dim), itemsize)).behind(0, row)
+
+    def piece(n: int, to: Side, sources: Sequence[Side], rows: Span) -> Piece:
+        batch, _, _, dim = grads[n].shape
+        return Piece(to, sources[0], (batch, rows[1] - rows[0], heads, dim), itemsize, tuple(sources[1:]))
+
+    own, calls = of.own(rank), list[Any]()
+    late: list[tuple[Span, int, int, int]] = []  # rows held, whose parts are those of a call from a row of so many on
+    parts = 0
+    for number, (step, begun) in enumerate(zip(of.steps, of.begun)):
+        calls.append(None)
+        if begun is None:
+            continue
+        first, end = step.here
+        every = [(held[0] - here[0], common(here, step.here)) for held, here in own]
+        if not begun and sum(b - a for _, (a, b) in every) == end - first:  # nobody else waits for them
+            late += [((a + x, b + x), parts, a - first, end - first) for x, (a, b) in every if b > a]
+            parts += 1
+            continue
+        pieces = []
+        for (a, b), was in of.added(number):
+            for n in range(2):
+                to, more = side(n, 0, of_sums[n], of.length, a), side(n, 1 + n, 0, end - first, a - first)
+                pieces.append(piece(n, to, [to, more] if was else [more], (a, b)))
+        calls[-1] = Copies(pieces, (given, given))
+    have = {m.target: (m.length, m.here) for m in of.sends} | {rank: (of.length, tuple(x for _, x in own))}
+    pieces = []
+    for rows, found in parts_of(of, rank, [span for span, *_ in late]):
+        for n, x in enumerate(grads):
+            sources = []
+            for part in found:
+                length, here = have[part.rank]
+                if part.piece < len(here):
+                    sources.append(side(n, part.rank, of_sums[n], length, here[part.piece][0] + part.at))
+                else:
+                    _, which, at, length = late[part.piece - len(here)]
+                    sources.append(side(n, size + 2 + 2 * which + n, 0, length, at + part.at))
+            pieces.append(piece(n, Side(size + n, 0, strides(x)).behind(0, rows[0], of.heads[0]), sources, rows))
+    return _Added(Copies(pieces, (given, written)), calls)
 
 
 class _Round(NamedTuple):
@@ -195,31 +234,16 @@ class _Round(NamedTuple):
     own: Copies  # of rows that this rank holds itself, to where they are computed with and to where they are sent from
     packed: int  # bytes of the latter
     sends: list[tuple[int, int, int, int, int]]  # rank, byte there, of which array here (_OWN, ...), byte, bytes
-    others: list[tuple[int, list[tuple[int, ...]]]]  # ranks with sums of rows held here, and their shapes
-    added: _Added
     numbers: list[dict[str, _Room]]  # of each call
+    added: _Added | None  # backward
 
 
 _OWN, _PACKED, _GIVEN = range(3)  # this rank's window, rows that are not among its keys, K; V and numbers are behind
 
 
-def _added(of: Round, rank: int, k: Any) -> _Added:
-    have = {m.target: (m.length, m.here) for m in of.sends} | {rank: (of.length, tuple(x for _, x in of.own(rank)))}
-    every, found = parts_of(of, rank), []
-    for (a, b), parts in every:
-        sources = []
-        for x in parts:
-            length, here = have[x.rank]
-            first = here[x.piece][0] + x.at
-            sources.append((x.rank, place(((first, first + b - a), length))))
-        found.append(sources)
-    count = k.shape[1]
-    return _Added(place(((0, count), count), (of.heads, k.shape[2])), cuts(1, [x for x, _ in every], count), found)
-
-
 def _moves(
     of: Round, rank: int, k: Any, v: Any, begins: list[int], of_sums: list[int], pieces: list[Piece],
-    numbers: list[dict[str, _Room]],
+    numbers: list[dict[str, _Room]], added: _Added | None,
 ) -> _Round:  # fmt: skip
     """Copies of a round beside `pieces`, and what is sent."""
     own, heads = of.own(rank), of.heads[1] - of.heads[0]
@@ -253,10 +277,7 @@ def _moves(
                     to, at = there.behind(b, here[0]).at, source.behind(b).at
                     sends.append((m.target, to, source.array, at, lengths[1] * row))
         shapes.append((batch, of.length, heads, dim))
-    others = [(m.target, [(x[0], m.length, *x[2:]) for x in shapes]) for m in of.sends]
-    return _Round(
-        shapes, begins, of_sums, Copies(pieces), end, sends, others, _added(of, rank, k), numbers,
-    )  # fmt: skip
+    return _Round(shapes, begins, of_sums, Copies(pieces), end, sends, numbers, added)
 
 
 def _inside(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -293,10 +314,7 @@ class NearHeads:
 
     def _views(self) -> list[dict[str, Any]]:
         array, every = self._window.array, ((self._arrays, self._of.arrays), (self._results, self._of.results))
-        return [
-            {name: array(self._rank, at, shape, x) for (name, x), (at, shape) in zip(xs.items(), rooms)}
-            for xs, rooms in every
-        ]
+        return [{name: array(at, shape, x) for (name, x), (at, shape) in zip(xs.items(), rooms)} for xs, rooms in every]
 
 
 _Room = tuple[int, tuple[int, ...]]  # byte of a window at which an array begins, and its shape

@@ -13,13 +13,13 @@ from ..call import Call
 from ..gradients import Gradients
 from ..namespaces import cast, namespace
 from ..passes import BACKWARD, FORWARD, Pass
-from .arrays import add_to, cut_up, empty, join_up, library, packed, put, taken, wide, zeros
+from .arrays import cut_up, empty, join_up, library, packed, put, taken, wide, zeros
 from .asked import Asked, own_rows
 from .near import NearHeads, NearKeys, handed
 from .parts import Part, Turn
 from .rows import Span, joined
 from .steps import Deal, deal
-from .transfers import ByHeads, FromHeads, Numbers, SentKeys, Sums, ToHeads, summed
+from .transfers import ByHeads, FromHeads, Numbers, SentKeys, ToHeads, summed
 
 WINDOW = 1 << 30  # bytes that arrays of a group of heads may take
 
@@ -213,26 +213,18 @@ def _backward(
             sums = empty(tuple(taken(dq, turns.heads).shape), dq, wide(dq))
         own = keys_of.room()
         every = zip(turns.calls, keys, numbers, cut_up(sums, turns.rows), own.parts, of.begun)
-        for turn, (k, v), of_queries, of_q, of_keys, begun in every:
-            room = of_keys if begun is None else _beside(own, of_keys, begun)
+        for n, (turn, (k, v), of_queries, of_q, of_keys, begun) in enumerate(every):
+            room = of_keys if begun is None else [empty(tuple(x.shape), x) for x in of_keys]
             into = (of_q if of.first else empty(tuple(of_q.shape), sums), *room)
             found = turn.run(asked, of_rows, {"k": k, "v": v} | of_queries, dict(zip(Gradients._fields, into)))
             if not of.first:
                 of_q += into[0]
             if begun is not None:
-                add_to(of_keys, room)
+                keys_of.add(n, room)
             _put_parts(of_arrays, turn, found.of_arrays, like)
         if of.last and not once:
             put(taken(dq, turns.heads), sums)
         keys_of.give(own)
-
-
-def _beside(sums: Sums, parts: Sequence[Any], begun: Sequence[Span]) -> list[Any]:
-    """Where a call is to write what is then added to parts of the sums, of which some rows begin with it."""
-    for x in sums.every if begun else ():
-        for a, b in begun:
-            x[:, a:b] = 0
-    return [empty(tuple(x.shape), x) for x in parts]
 
 
 def _put_parts(of_arrays: dict[str, Any], turn: Turn, found: dict[str, Any], like: dict[str, Any]) -> None:

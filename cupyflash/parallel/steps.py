@@ -136,13 +136,18 @@ class Round:
 
     @functools.cached_property
     def begun(self) -> list[list[Span] | None]:
-        """Of each step those of its keys that no step before has, where another has some: gradients of these are zero
-        before it adds its own. None where no other has any: they are what it writes."""
+        """Of each step those of its keys that no step before has, where another has some. None where no other has any:
+        gradients of them are what it writes."""
         found: list[list[Span] | None] = []
         for n, x in enumerate(self.steps):
             fresh = without(x.here, [y.here for y in self.steps[:n]])
             found.append(None if sum(b - a for a, b in fresh) == x.here[1] - x.here[0] else fresh)
         return found
+
+    def added(self, n: int) -> list[tuple[Span, bool]]:
+        """Of such a step its keys, in spans, and whether steps before have them."""
+        here, fresh = self.steps[n].here, self.begun[n] or ()
+        return [(x, False) for x in fresh] + [(x, True) for x in without(here, fresh)]
 
     def own(self, rank: int) -> list[tuple[Span, Span]]:
         """Rows that the rank holds itself: in its arrays, and among the keys that it then has."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .arrays import Place, beside, empty, packed, put_all, put_sum, taken, wide, zeros
+from .arrays import Place, beside, empty, packed, put_all, put_sums, taken, wide, zeros
 from .groups import Done, Group, Pending
 from .rows import Span
 from .steps import Deal, Round
@@ -116,7 +116,16 @@ class SentKeys:
     def room(self) -> Sums:
         """Where the gradients of a round's keys are to be written, in wide numbers."""
         every = [empty(tuple(x.shape), like, wide(like)) for x, like in zip(self._here, self._grads)]
-        return Sums(every, [[taken(x, at) for x in every] for at in self._of.places])
+        self._sums = Sums(every, [[taken(x, at) for x in every] for at in self._of.places])
+        return self._sums
+
+    def add(self, n: int, parts: Sequence[Any]) -> None:
+        """What the n-th call of the round has written beside these."""
+        first = self._of.steps[n].here[0]
+        put_sums([
+            (x[:, a:b], [x[:, a:b]] * begun + [part[:, a - first : b - first]])
+            for x, part in zip(self._sums.every, parts) for (a, b), begun in self._of.added(n)
+        ])  # fmt: skip
 
     def give(self, sums: Sums) -> None:
         """They are written: who holds the keys adds them to its own."""
@@ -147,9 +156,10 @@ class Returns:
 
     def write(self, dk: Any, dv: Any) -> None:
         self._pending.wait()
-        for target, pieces in zip((dk, dv), self._pieces):
-            for (a, b), parts in self._parts:
-                put_sum(target[:, a:b, self._heads], [pieces[x.rank, x.piece][:, x.at : x.at + b - a] for x in parts])
+        put_sums([
+            (target[:, a:b, self._heads], [pieces[x.rank, x.piece][:, x.at : x.at + b - a] for x in parts])
+            for target, pieces in zip((dk, dv), self._pieces) for (a, b), parts in self._parts
+        ])  # fmt: skip
 
 
 class PartOf(NamedTuple):
@@ -160,10 +170,11 @@ class PartOf(NamedTuple):
     at: int  # row of it
 
 
-def parts_of(of: Round, rank: int) -> list[tuple[Span, list[PartOf]]]:
+def parts_of(of: Round, rank: int, more: Sequence[Span] = ()) -> list[tuple[Span, list[PartOf]]]:
     """Rows that a rank holds, and whose gradients are added up there: in the order of ranks, whoever came first, and
-    rounded once, so that all runs give the same bits. Rows that no rank sees are left out."""
-    held = {m.target: m.held for m in of.sends} | {rank: tuple(x for x, _ in of.own(rank))}
+    rounded once, so that all runs give the same bits. Rows that no rank sees are left out. more: pieces behind those
+    that the rank has itself."""
+    held = {m.target: m.held for m in of.sends} | {rank: (*(x for x, _ in of.own(rank)), *more)}
     pieces = [(r, n, span) for r in sorted(held) for n, span in enumerate(held[r])]
     ends = sorted({x for _, _, span in pieces for x in span})
     found = []

@@ -52,7 +52,6 @@ class Window:
         group: Any = self._group()
         self._handle = symmetric.rendezvous(self._own, group)
         self.places = [int(x) for x in self._handle.buffer_ptrs]  # addresses of each rank's
-        self._rank = int(self._handle.rank)
 
     @property
     def nbytes(self) -> int:
@@ -87,15 +86,12 @@ class Window:
         return self._kept[key]
 
     @torch.inference_mode(False)
-    def array(self, rank: int, offset: int, shape: tuple[int, ...], like: torch.Tensor, dtype: Any = None) -> Any:
-        """One in a rank's memory, of the dtype of `like` unless another is named."""
+    def array(self, offset: int, shape: tuple[int, ...], like: torch.Tensor, dtype: Any = None) -> Any:
+        """One in this rank's memory, of the dtype of `like` unless another is named."""
         kind = like.dtype if dtype is None else getattr(torch, dtype)
         if 0 in shape:
             return torch.empty(shape, dtype=kind, device=self._device)
-        if rank == self._rank:
-            return self._own[offset : offset + kind.itemsize * math.prod(shape)].view(kind).view(shape)
-        found: torch.Tensor = self._handle.get_buffer(rank, shape, kind, offset // kind.itemsize)
-        return found
+        return self._own[offset : offset + kind.itemsize * math.prod(shape)].view(kind).view(shape)
 
     address = staticmethod(torch.Tensor.data_ptr)
 
