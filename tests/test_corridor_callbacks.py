@@ -17,7 +17,7 @@ import test_corridor_offline
 from test_corridor_offline import HK, HQ, SK, SQ, STREAM, B, D, Gpu
 
 from cupyflash.call import Call
-from cupyflash.gpu import launch, params
+from cupyflash.gpu import corridor, launch, params
 from cupyflash.interop import cupy_
 from cupyflash.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cupyflash.problem import ITEMSIZE, MaskKind, View, complete, contiguous
@@ -159,6 +159,36 @@ def test_a_callback_of_xla_along_tangents(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     assert dsinks.address in (r[name] for name in ("dsinks", "tdsinks") if name in r.dtype.names)
     for name in ("tq", "tdlse", "tout", "tlse"):
         assert p[name] == given[name].address
+
+
+@pytest.mark.parametrize("wrt", [None, (), ("sinks",)])
+def test_a_callback_with_the_same_buffers_launches_the_same(
+    gpu: Gpu, wrt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the stream of now; another place of anything, or another GPU, is looked at anew."""
+    rows, sinks = ((B, HQ, SQ), "float32"), ((HQ,), "float32")
+    arrays = {"q": Q, "k": KV, "v": KV, "sinks": sinks} | ({} if wrt is None else {"dout": Q, "out": Q, "lse": rows})
+    call, given, outs = xla_call(monkeypatch, arrays, wrt, {})
+    once = [(plan, p.tobytes(), stream) for plan, p, stream in gpu.launched]
+    runs: list[Any] = []
+    run = corridor.Kernels.run
+    monkeypatch.setattr(corridor.Kernels, "run", lambda self, *args: runs.append(self) or run(self, *args))
+    gpu.launched.clear()
+    call(SimpleNamespace(stream=STREAM + 8), outs, *given.values())
+    assert call.plain and not runs
+    assert [(plan, p.tobytes(), stream - 8) for plan, p, stream in gpu.launched] == once
+    moved = [XlaBuffer(outs[0].memory.nbytes), *outs[1:]]
+    call(SimpleNamespace(stream=STREAM), moved, *given.values())
+    assert len(runs) == len(call._prepared.steps)
+    assert moved[0].address in gpu.launched[len(once)][1].tolist()
+    elsewhere = [XlaBuffer(x.memory.nbytes, ordinal=1) for x in outs]
+    for x, y in zip(elsewhere, outs):
+        x.memory, x.address = y.memory, y.address
+    inputs = [XlaBuffer(x.memory.nbytes, ordinal=1) for x in given.values()]
+    for x, y in zip(inputs, given.values()):
+        x.memory, x.address = y.memory, y.address
+    call(SimpleNamespace(stream=STREAM), elsewhere, *inputs)
+    assert len(runs) == 2 * len(call._prepared.steps)
 
 
 def test_a_callback_of_xla_with_scores(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

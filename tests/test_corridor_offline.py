@@ -78,6 +78,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     made.arch = arch = Arch.of(request.param)
     monkeypatch.setattr(corridor, "_prepared", {})
     monkeypatch.setattr(corridor, "functions", made.functions)
+    monkeypatch.setattr(corridor, "ready", lambda *_: True)
     monkeypatch.setattr(device, "current", lambda ordinal: arch)
     monkeypatch.setattr(launch, "copy_of", made.copy_of)
     monkeypatch.setattr(launch, "fill", lambda lib, x, value, *_: made.filled.append(value))

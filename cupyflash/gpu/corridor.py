@@ -17,13 +17,14 @@ from ..call import Arrays, Call
 from ..gradients import Gradients, apart
 from ..interop.protocol import GpuAdapter
 from ..overlap import check_targets
-from ..passes import FORWARD, PER_QUERY
+from ..passes import BACKWARD, FORWARD, PER_QUERY
 from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, View, contiguous, mask_kind
 from . import device, early, grouping, launch, tuned
+from .ahead import compile_ahead
 from .kernel_plan import KernelPlan
 from .params import KEYS, round_keys, score_shape
 from .plans import plans
-from .programs import functions
+from .programs import functions, ready
 from .strides import padded, params_strides, to_copy
 
 _prepared: dict[Any, Prepared] = {}
@@ -50,11 +51,12 @@ class Stated(NamedTuple):
 
 class Ran(NamedTuple):
     """What a step gave: results, the one for each query where it was asked for, and the workspace, which a step after
-    it may find things in."""
+    it may find things in. `pointers`: what its kernels were launched with."""
 
     results: list[Any]
     rows: Any
     workspace: Any
+    pointers: Sequence[int] = ()
 
 
 class Step:
@@ -220,7 +222,11 @@ class Kernels(Step):
             for x, result in zip(written, results):
                 if x is not result:
                     launch.copy_into(lib, result, x, ordinal, stream)
-        return Ran(results, rows, own)
+        return Ran(results, rows, own, pointers)
+
+    def again(self, pointers: Sequence[int], stream: int) -> None:
+        """Launch what has been launched with these pointers, where all lies as it did."""
+        self._launcher.again(pointers, stream)
 
 
 class Prepared:
@@ -235,6 +241,10 @@ class Prepared:
         problem, arch = stated.problem, device.current(ordinal)
         through_lse = "dlse" in stated.views or "tdlse" in stated.views
         found = plans(problem, arch, of, call.family, tuned.tiles(problem, arch, of), wrt, stated.views, through_lse)
+
+        if found[0] is not None and (call.followed or len(found) > 1) and not ready(found[0], ordinal):
+            options, family, followed = call.options, call.family, call.followed  # not the arrays
+            compile_ahead(lambda: (*found[1:], *(_gradients(options, family, stated, ordinal) if followed else ())))
         self.first: Step
         self.others: list[Step] = []
         for names, plan in zip(((), *apart(wrt)), found):
@@ -252,7 +262,7 @@ class Prepared:
 
     def run(self, call: Call, addresses: list[int]) -> Any:
         """(out, lse), where lse is None unless it is asked for; of gradients, `Gradients`; of a jvp, (tout, tlse)."""
-        results, rows, workspace = self.first.run(call, addresses)
+        results, rows, workspace, _ = self.first.run(call, addresses)
         if not call.of.of_gradients:
             return results[0], rows
         of_arrays: dict[str, Any] = {}
@@ -273,6 +283,18 @@ class Prepared:
     def scratch(self) -> int:
         """Bytes that the steps take beside their results, one after the other."""
         return (sum if self.keeps else max)(step.scratch for step in self.steps)
+
+
+def _gradients(
+    options: dict[str, Any], family: str | None, stated: Stated, ordinal: int
+) -> tuple[KernelPlan | None, ...]:
+    """The plans of a forward's backward, where the gradient of out will lie as out does."""
+    problem, arch = stated.problem, device.current(ordinal)
+    shape, rows = stated.shapes["out"], rules.lse_shape(len(stated.views["q"].shape), problem)
+    out = stated.views["q"]._replace(shape=shape, strides=contiguous(shape))
+    lse = out._replace(shape=rows, strides=contiguous(rows), dtype=problem.lse_dtype)
+    problem, _ = rules.state(stated.views | {"dout": out, "out": out, "lse": lse}, {}, options, BACKWARD)
+    return plans(problem, arch, BACKWARD, family, tuned.tiles(problem, arch, BACKWARD))
 
 
 def run(call: Call) -> Any:

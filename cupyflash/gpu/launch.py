@@ -128,6 +128,11 @@ class Launcher:
         with here(self.device):
             self._launch(pointers, stream, follows)
 
+    def again(self, pointers: Sequence[int], stream: int) -> None:
+        """As a call before, in which `pointers` were filled in."""
+        with here(self.device):
+            self._launch(pointers, stream, False)
+
     def find(self, pointers: list[int], first: Launcher, workspace: int) -> None:
         """Fill in the pointers into the workspace of the plan that has run before."""
         for index, name in self._found:
@@ -138,7 +143,7 @@ class Launcher:
         maps = () if self._maps is None else (self._maps(*[pointers[i] for i in self._mapped]),)
         return [Arguments(params(pointers), *maps) for params, _ in self._portions]
 
-    def _launch(self, pointers: list[int], stream: int, follows: bool) -> None:
+    def _launch(self, pointers: Sequence[int], stream: int, follows: bool) -> None:
         packed = self._arguments(tuple(pointers))  # for which the driver is asked, too
         # By the driver: CuPy's functions look at every argument anew, for some 3 us of a launch.
         for arguments, (_, kernels) in zip(packed, self._portions):

@@ -13,8 +13,12 @@ from ..call import Call
 from ..gpu import corridor
 from ..problem import ITEMSIZE, View, contiguous, mask_kind
 
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_KEPT = 256  # calls whose launches are kept
+
+# (A prototype of our own: whoever sets types of ctypes.pythonapi's sets them for all.)
+_pointer = ctypes.PYFUNCTYPE(ctypes.POINTER(ctypes.c_size_t), ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 class Buffer:
@@ -90,6 +94,8 @@ class Callback:
         steps = self._prepared.steps
         self.plain = all(x.plan and not x.copies for x in steps)  # launches alone, of kernels that are loaded
         mask = call.options["block_mask"]
+        self._keeps = self.plain and mask is None
+        self._launched: dict[tuple[int, ...], list[tuple[Any, Sequence[int]]]] = {}
         if mask is not None:  # what the kernels read of it is made now: in the callback nothing may wait for the GPU
             for use in [use for x in steps if x.plan for use in x.plan.lists]:
                 mask.list_for(use)
@@ -100,10 +106,14 @@ class Callback:
 
     def __call__(self, ctx: Any, out: Sequence[Any], *inputs: Any) -> None:
         ordinal = inputs[0].__dlpack_device__()[1]
-        addresses = [_address(x) for x in inputs]
-        *results, scratch = [_address(x) for x in out]
+        places = tuple([_address(x) for x in (*inputs, *out)])
+        if ordinal == self._device and (before := self._launched.get(places)) is not None:
+            for kernels, pointers in before:
+                kernels.again(pointers, ctx.stream)
+            return
+        *results, scratch = places[len(inputs) :]
         lib: Any = Memory(ordinal, ctx.stream, scratch, self.scratch)
-        arrays = self._arrays(addresses)
+        arrays = self._arrays(places[: len(inputs)])
         addresses = [x.address for x in arrays.values()]
         mask = mask_kind(self._call.options["block_mask"])
         if mask is not None and mask.device != f"cuda:{ordinal}":  # not known when this was traced
@@ -111,18 +121,24 @@ class Callback:
         other = ordinal != self._device or any(at & 15 for at in addresses)
         call = self._call.but(lib=lib, arrays=arrays)
         prepared, workspace = corridor.prepare(call, addresses, ordinal) if other else self._prepared, None
+        launched: list[tuple[Any, Sequence[int]]] = []
         for step in prepared.steps:
             count = len(step.shapes) + (call.return_lse or step.always_rows)
             lib.results, results = results[:count][::-1], results[count:]
             ran = step.run(call, addresses, workspace)
+            launched.append((step, ran.pointers))
             if prepared.keeps:
                 workspace = workspace or ran.workspace
             else:
                 lib.scratch = scratch  # is the next one's: kernels run one after the other
+        if self._keeps and not other:  # all is where it was planned, and XLA gives the same places again
+            if len(self._launched) >= _KEPT:
+                self._launched.clear()
+            self._launched[places] = launched
 
 
 def _address(buffer: Any) -> int:
     """Where a buffer of XLA's lies: the first field of what DLPack hands over (bfloat16 has no CUDA array
     interface)."""
     capsule = buffer.__dlpack__()  # owns what it points to
-    return ctypes.c_void_p.from_address(_pointer(capsule, b"dltensor")).value or 0
+    return _pointer(capsule, b"dltensor")[0]
