@@ -26,12 +26,13 @@ class Call:
     add: bool = False  # of gradients: to what their targets hold
     follows: bool = False  # a launch of ours, which waited for all before it, is the last one in the stream
     check: bool = False  # whether values of lengths, offsets and pages on a device are looked at first
+    followed: bool = False  # of a forward: its gradients will be asked for
 
     def but(self, **fields: Any) -> Call:
         """The same call with other fields."""
         call = Call(
             self.lib, self.of, self.arrays, self.options, self.targets, self.seed, self.family, self.return_lse,
-            self.wrt, self.add, self.follows, self.check,
+            self.wrt, self.add, self.follows, self.check, self.followed,
         )  # fmt: skip
         for name, x in fields.items():
             setattr(call, name, x)

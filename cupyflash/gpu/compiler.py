@@ -76,6 +76,11 @@ def compile_uncached(source: str, arch: str) -> Compiled:
     return _compiled(arch, code, log, cached=False)
 
 
+def on_disk(source: str, arch: str) -> bool:
+    """Whether the disk cache has what `compile_source` would compile."""
+    return _kept(_key(_lined(source), arch), arch) is not None
+
+
 def ptx(source: str, arch: str) -> str:
     """What NVRTC makes of a source, and ptxas a cubin of: PTX, to be read. Compiled anew each time."""
     from cuda.bindings import nvrtc

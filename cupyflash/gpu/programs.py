@@ -35,9 +35,21 @@ _OF_A_PROGRAM = tuple(x.name for x in fields(KernelPlan) if x.name not in OF_A_L
 
 def functions(plan: KernelPlan, ordinal: int) -> list[Any]:
     """The plan's kernels as functions on the GPU `ordinal`, one for each launch, loaded once."""
-    kernels = tuple((x.name, x.shared_memory) for x in plan.launches)
-    names = (*((x.name, x.dtype) for x in plan.workspace), *(name for name, _ in plan.scalars))
-    key = (*(getattr(plan, name) for name in _OF_A_PROGRAM), names, kernels, ordinal)
+    key = _key(plan, ordinal)
     if key not in _loaded:
-        _loaded[key] = compiler.load(program(plan), kernels, ordinal)
+        _loaded[key] = compiler.load(program(plan), _kernels(plan), ordinal)
     return _loaded[key]
+
+
+def ready(plan: KernelPlan, ordinal: int) -> bool:
+    """Whether the plan's program need not be compiled for `functions`: it is loaded, or on disk."""
+    return _key(plan, ordinal) in _loaded or compiler.on_disk(generate(plan), plan.arch)
+
+
+def _kernels(plan: KernelPlan) -> tuple[tuple[str, int], ...]:
+    return tuple((x.name, x.shared_memory) for x in plan.launches)
+
+
+def _key(plan: KernelPlan, ordinal: int) -> tuple[Any, ...]:
+    names = (*((x.name, x.dtype) for x in plan.workspace), *(name for name, _ in plan.scalars))
+    return (*(getattr(plan, name) for name in _OF_A_PROGRAM), names, _kernels(plan), ordinal)

@@ -90,7 +90,10 @@ def _by_operator(call: Call) -> bool:
         return True
     if not call.of.moved:  # then gradients alone may be
         return _is_batched(arrays["dout"]) or ("dlse" in arrays and _is_batched(arrays["dlse"]))
-    return any(map(_is_batched, arrays.values()))
+    for x in arrays.values():
+        if isinstance(x, torch.Tensor) and _is_legacy_batched(x):
+            return True
+    return False
 
 
 def run(call: Call, settled: bool = False) -> Any:
@@ -173,7 +176,7 @@ def _record(call: Call) -> tuple[Any, Any]:
     _check_recorded(call)
     kept = call.without_arrays()  # for a backward that comes later, and takes what the forward took
     kept.options = lasting(kept.options)
-    tensors = map(_unwrapped, arrays.values())
+    tensors = [_unwrapped(x) if isinstance(x, torch.Tensor) and _is_dead(x) else x for x in arrays.values()]
     return _both(kept, tuple(arrays), *tensors) if call.return_lse else (_out(kept, tuple(arrays), *tensors), None)
 
 
@@ -189,7 +192,7 @@ def _check_recorded(call: Call) -> None:
 def _check_gradient(call: Call) -> None:
     """TypeError where a gradient is wanted of what has a forward alone."""
     arrays, latent = call.arrays, call.options["latent"]
-    eight = next((name for name in "qk" if of_eight(arrays[name])), None)
+    eight = "q" if arrays["q"].dtype in _EIGHT else "k" if getattr(arrays["k"], "dtype", None) in _EIGHT else None
     if eight or "page_table" in arrays or latent is not None:
         what = f"latent is {told(latent)}, of which" if latent is not None else "page_table is given, with which"
         what = f"{eight} has dtype {name_of(arrays[eight])}, of which" if eight else what
@@ -197,6 +200,7 @@ def _check_gradient(call: Call) -> None:
 
 
 _FLOAT8 = torch.float8_e4m3fn
+_EIGHT = frozenset((_FLOAT8, torch.int8))
 
 
 def _autocast_dtype(q: torch.Tensor) -> torch.dtype | None:
@@ -227,7 +231,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, names: tuple[str, ...], *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
         result: tuple[torch.Tensor, torch.Tensor] = dispatch.run(
-            call.but(arrays=dict(zip(names, tensors)), return_lse=True)
+            call.but(arrays=dict(zip(names, tensors)), return_lse=True, followed=True)
         )
         ctx.call, ctx.names = call, names
         ctx.set_materialize_grads(False)
@@ -263,8 +267,6 @@ class _Out(_Attention):
 
 # Not through Function.apply, which looks for defaults of arguments and for transforms, for 2 us.
 _both, _out = (super(torch.autograd.Function, x).apply for x in (_Attention, _Out))
-
-
-def _unwrapped(x: Any) -> Any:
-    """What a transform that is over has left wrapped; as Function.apply does."""
-    return torch_derivatives.unwrapped(x) if isinstance(x, torch.Tensor) else x
+# What a transform that is over has left wrapped; as Function.apply does.
+_unwrapped = torch_derivatives.unwrapped
+_is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]
