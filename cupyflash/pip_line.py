@@ -7,7 +7,6 @@ import re
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 NAME = "cupyflash"
 
@@ -15,6 +14,8 @@ NAME = "cupyflash"
 def pip_line(extra: str) -> str:
     """The command of pip that adds what an extra names: of the checkout, archive, repository or index that this package
     was installed from. Where that is gone, the packages themselves."""
+    from urllib.request import url2pathname  # what comes with it takes as long to import as all of gpu/families
+
     try:
         found = metadata.distribution(NAME)
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed

@@ -113,16 +113,17 @@ def _of_float8(name: str, dtype: str | None) -> str:
     return f"{name} is given with q of {dtype}; it is for inputs of {FLOAT8}{also}"
 
 
-_NUMBERED = [(row.name, row.check) for row in OPTIONS if row.number]
+_NUMBERED = {row.name: row.check for row in OPTIONS if row.number}
 _CHECK_WINDOW = next(row.check for row in OPTIONS if row.name == "window")
-_NUMBERS = (float, int, type(None))
+_NUMBERS = frozenset((float, int, type(None)))
 
 
 def lasting(options: dict[str, Any]) -> dict[str, Any]:
     """With the numbers that arrays and lists among the values hold now: later they may hold others."""
-    for name, check in _NUMBERED:
-        if type(options.get(name)) not in _NUMBERS:
-            options = options | {name: check(options[name])}
+    if not _NUMBERS.issuperset(map(type, map(options.get, _NUMBERED))):  # hardly ever: every call comes here
+        for name, check in _NUMBERED.items():
+            if type(options.get(name)) not in _NUMBERS:
+                options = options | {name: check(options[name])}
     window = options.get("window")
     if window is not None and not (type(window) is tuple and all(type(x) in _NUMBERS for x in window)):
         options = options | {"window": _CHECK_WINDOW(window)}

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_standard import standard
 
 from cupyflash import attention_backward, attention_backward_jvp, attention_jvp
-from cupyflash.interop import torch_levels, torch_schema
+from cupyflash.interop import torch_derivatives, torch_levels, torch_schema
 from cupyflash.torch import attention
 
 Function = Callable[..., Any]
@@ -246,3 +246,11 @@ def test_eager_derivatives_go_by_no_operator(monkeypatch: pytest.MonkeyPatch) ->
         for x, y in zip(of_hessian, expected):
             torch.testing.assert_close(x, y)
     torch.testing.assert_close(found["jvp"][1], found["forward_ad"][0])
+
+
+def test_what_has_been_taken_apart_is_not_asked_for_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question costs the host as much as a small operator."""
+    looked, unpack = [], torch_derivatives._unpack
+    monkeypatch.setattr(torch_derivatives, "_unpack", lambda x, level: looked.append(unpack(x, level)) or looked[-1])
+    dual(attention, X.clone().requires_grad_(), U)
+    assert len(looked) == 2 + 3  # whether there is one at all, twice, and each input's

@@ -54,8 +54,8 @@ def adopt(lib: Library, arrays: Arrays, targets: Arrays) -> tuple[Arrays, Arrays
 def adopted(lib: Library, arrays: Arrays, called: Callable[[str], str] = str) -> Arrays:
     """The arrays, with those of producers that have no adapter wrapped. `called`: what one was given as, by its name
     here."""
-    for x in arrays.values():
-        if _by_type.get(type(x)) is not lib:
+    for cls in {*map(type, arrays.values())}:
+        if _by_type.get(cls) is not lib:
             return {name: _adopt_one(lib, called(name), x, arrays.get("q")) for name, x in arrays.items()}
     return arrays
 

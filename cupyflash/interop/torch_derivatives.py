@@ -21,7 +21,7 @@ neither traced nor mapped comes here as a call, without an operator (`torch_leve
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -182,12 +182,14 @@ def _in_forward_mode(given: Given, plain: Arrays, moves: Arrays) -> Any:
         results = _recorded(given, plain, dual)  # a backward at this level of forward mode gives tangents, too
         for arrays in (plain, moves):  # of which there are gradients when it is over: no third derivatives
             arrays |= _guarded(arrays, list(arrays), dual)
-        tangents = _ALONG[of](given.run, wrt, plain, results, moves)
+        with Modes(True, False) if given.last else _nothing:  # what has been taken apart has no tangents
+            tangents = _ALONG[of](given.run, wrt, plain, results, moves)
     else:
 
         def both(run: Run, plain: Arrays, moves: Arrays) -> list[Any]:
             results = run(of, plain, wrt)
-            return [*results, *_ALONG[of](run, wrt, plain, results, moves)]
+            tangents = _ALONG[of](run, wrt, plain, results, moves)
+            return [*results, *tangents] if given.with_rows else [results[0], tangents[0]]
 
         found = given.below(both, plain, moves)  # nobody follows at this level what has been taken apart
         results, tangents = found[: len(found) // 2], found[len(found) // 2 :]
@@ -269,7 +271,7 @@ def _recorded(given: Given, arrays: Arrays, dual: list[Any] | None = None) -> An
     if given.of is BACKWARD_JVP:
         arrays = arrays | _guarded(arrays, [name for name in arrays if not name.startswith("t")])
     forward_mode = torch._C._is_fwd_grad_enabled()
-    results = _at_one_level(_record, given, tuple(arrays), forward_mode, dual, *map(unwrapped, arrays.values()))
+    results = _at_one_level(_record, given, tuple(arrays), forward_mode, dual, *all_unwrapped(arrays.values()))
     return list(results) if given.of.of_gradients else results
 
 
@@ -303,6 +305,11 @@ def unwrapped(x: Any) -> Any:
     while _is_dead(x):
         x = _unwrap_dead(x)
     return x
+
+
+def all_unwrapped(tensors: Collection[Any]) -> Any:
+    """The same of many, of which hardly ever one is wrapped."""
+    return [*map(unwrapped, tensors)] if any(map(_is_dead, tensors)) else tensors
 
 
 _is_dead, _unwrap_dead = _functorch.is_dead_tensor_wrapper, _functorch.unwrap_if_dead
@@ -362,8 +369,9 @@ class _Recorded(torch.autograd.Function):
             return (None,) * (4 + n)
         saved = ctx.saved_tensors
         # (What lies in the wrapper of a level that is over may have tangents at that below.)
-        given.settled = ctx.plain and not any(map(_is_dead, saved))
-        saved = [*map(unwrapped, saved)]
+        inside = all_unwrapped(saved)
+        given.settled = ctx.plain and inside is saved
+        saved = inside
         found = _BY[given.of](given, dict(zip(ctx.names, saved)), saved[n:], grads, needed)
         return None, None, None, None, *map(found.get, ctx.names)
 

@@ -20,7 +20,7 @@ from ..gradients import Gradients
 from ..passes import FORWARD, Pass
 from ..rules import lasting
 from . import torch_operators, torch_schema
-from .torch_derivatives import Modes, apart, follow, unwrapped
+from .torch_derivatives import Modes, all_unwrapped, apart, follow, unwrapped
 from .torch_operators import is_batched
 
 _functorch: Any = torch._C._functorch
@@ -65,7 +65,7 @@ class OfCall:
         interpreter = _interpreter()
         self._interpreter, self.last = interpreter, interpreter is None
         if interpreter is None:
-            self.arrays = {name: unwrapped(x) for name, x in arrays.items()}
+            self.arrays = dict(zip(arrays, all_unwrapped(arrays.values())))
         else:
             self._of_jvp, self._level = interpreter.key() == _JVP, interpreter.level()
             self.arrays = {name: self._here(x) for name, x in arrays.items()}
