@@ -35,6 +35,7 @@ def _documents(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 KEYS: Case = {"exchange": "keys"}
 HEADS: Case = {"exchange": "heads"}
+OF_QUERIES = ("out", "lse", "dq")  # of dk and dv where no queries are dealt out in shares, as of few rows
 CASES: dict[str, Case] = {
     "keys causal": KEYS | {"what": {"causal": True}, "groups": 2},
     # Beside one GPU alone, for which float64 on the host would take long.
@@ -55,8 +56,9 @@ CASES: dict[str, Case] = {
     "keys documents": KEYS | {"what": {}, "blocks": True, "rows": "balanced"},
     "keys stretches": KEYS | {"what": {"causal": True}, "stretches": 2},
     "keys dlse": KEYS | {"what": {"causal": True}, "arrays": ("dlse",)},
-    "heads causal": HEADS | {"what": {"causal": True}, "groups": 2, "batch": 2, "bits": True},
-    "heads uneven": HEADS | {"what": {"causal": True}, "length": 1000, "rows": "contiguous", "bits": True},
+    "heads causal": HEADS | {"what": {"causal": True}, "groups": 2, "batch": 2, "bits": OF_QUERIES},
+    "heads uneven": HEADS | {"what": {"causal": True}, "length": 1000, "rows": "contiguous", "bits": OF_QUERIES},
+    "heads short": HEADS | {"what": {"causal": True}, "length": 510, "groups": 2, "bits": (*OF_QUERIES, "dk", "dv")},
     "heads dropout, alibi": HEADS | {"what": {"causal": True, "dropout": 0.2, "seed": 3}, "arrays": ("alibi_slopes",)},
     "heads table, sinks": HEADS | {"what": {"causal": True, "score": _table}, "arrays": ("t", "sinks")},
     "usual": {"what": {"causal": True}},

@@ -50,9 +50,9 @@ def attention(
         Who holds which queries, and which keys (default: the same).
     exchange : "keys", "heads", optional
         "keys": each rank gets the keys that its rows see. "heads": each rank gets all rows of some heads (DeepSpeed
-        Ulysses); results are the bits of one device, but on a CPU those of dk and dv in large calls. Default: of a
-        forward and of a backward each the one by which less travels; "keys" where the key heads cannot be dealt out, a
-        mask or bias has rows of its own, or `groups` are more than the key heads that each rank would get.
+        Ulysses); results are the bits of one device, but for dk and dv where it deals out queries of few heads.
+        Default: of a forward and of a backward each the one by which less travels; "keys" where the key heads cannot be
+        dealt out, a mask or bias has rows of its own, or `groups` are more than the key heads that each rank would get.
     groups : int, optional
         Of key heads: the next group travels while one is computed. Default: as many as leave each enough to compute,
         and 1 where transfers and kernels wait for each other's multiprocessors (NCCL's within a host).
