@@ -30,6 +30,7 @@ from test_float8_on_cpu import check as check_8_bits
 
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_backward_cost
+from cupyflash.problem import AttentionProblem
 
 ARCHS = {"sm90": ("sm_90a", 90, 232448), "sm80": ("sm_80", 80, 166912), "simt": ("sm_75", 75, 65536)}
 DTYPES = {"sm90": ("float16", "bfloat16"), "sm80": ("float16", "bfloat16", "float32"), "simt": ("float32", "float16")}
@@ -131,7 +132,13 @@ def run_case(case: Case, rng: np.random.Generator) -> None:
             for module in (on_cpu, on_cpu_tangents):
                 patch.setattr(module, "draw_blocks", uneven_blocks)
         if case.shares:
-            patch.setattr(sm90_backward_cost, "shares", lambda problem, *_: min(case.shares, problem.group))
+            whole = int(rng.integers(0, 3))  # heads that are not dealt out
+
+            def dealt(problem: AttentionProblem, *_: object) -> sm90_backward_cost.Dealt:
+                heads, shares = problem.batch * problem.heads_k, min(case.shares, problem.group)
+                return sm90_backward_cost.Dealt(shares, min(whole, heads - 1) if shares > 1 else 0)
+
+            patch.setattr(sm90_backward_cost, "shares", dealt)
             patch.setattr(sm90_backward_cost, "CACHE", 1)
         name, cc, memory = ARCHS[case.family]
         arch, options = Arch(name, cc, case.sms, memory), dict(case.options)

@@ -257,9 +257,11 @@ def run(
 def map_text(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
     """A map as ptx_on_cpu/tma.h reads it, in the place of `tensormap.encode`."""
     size = ITEMSIZE[dtype]
+    more = 5 - len(shape)
     text = struct.pack(
-        "QQ4q3q5i", 0x70614D20726F736E, pointer, *shape, *strides, 128 // size, box.rows, box.heads, 1, size
-    )
+        "QQ5q4q5i", 0x70614D20726F736E, pointer, *shape, *[1] * more, *strides, *[16] * more, 128 // size, box.rows,
+        box.heads, len(shape), size,
+    )  # fmt: skip
     return text.ljust(128, b"\0")
 
 

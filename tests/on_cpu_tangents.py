@@ -33,9 +33,10 @@ def check(
 ) -> None:
     """Both passes, and the tangents of all gradients of arrays, in both orders (cuda_on_cpu.h), to the bit the same but
     for what a score function reads. `moves`: the arrays that have tangents; all that may, where none is named.
+    `rows_aligned`: as `on_cpu.check` has it.
     """
     options = {"deterministic": False} | options
-    blocks = options.pop("blocks", None)
+    blocks, rows_aligned = options.pop("blocks", None), options.pop("rows_aligned", True)
     q, k, v, dout, key_mask, dlse, others = draw_inputs(rng, dtype, **shapes)
     if key_mask is not None:
         key_mask[0] = False  # queries that see no key
@@ -97,7 +98,11 @@ def check(
             *[[f"td{x}" for x in wrt] for wrt in wanted],
         ]
         for n, of in enumerate(results):
-            made = {name: Guarded(of_rows[name].shape, dtype, None, aligned, True) for name in of if name in of_rows}
+            made = {
+                name: Guarded(of_rows[name].shape, dtype, None, aligned and rows_aligned, True)
+                for name in of
+                if name in of_rows
+            }
             made |= {name: Guarded(rows.shape, rows.dtype) for name in of if name in ("lse", "tlse")}
             if n > 2:
                 made |= {name: Guarded(others[name[2:]].shape, others[name[2:]].dtype) for name in of}

@@ -83,7 +83,7 @@ def test_the_fields_of_a_backward() -> None:
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
-    assert fields[-4:-1] == [("int", name) for name in ("together", "resident", "shares")]
+    assert fields[-5:-1] == [("int", name) for name in ("together", "resident", "shares", "whole_heads")]
     assert ("double*", "delta") in declared(plan(asked("float64"), H200, BACKWARD))
 
 

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @cases(CASES, "plain", "few-columns", "in-order", "key-mask")
 def test_on_cpu(case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "shares":
-        monkeypatch.setattr(sm90_backward_cost, "shares", lambda *_: 3)
+        monkeypatch.setattr(sm90_backward_cost, "shares", lambda *_: sm90_backward_cost.Dealt(3))
     check("sm90", GPU, rng, *CASES[case])
 
 

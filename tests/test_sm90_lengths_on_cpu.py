@@ -64,6 +64,7 @@ CASES: dict[str, Case] = {
         packed(r, dims=(64, 40), heads=(2, 2)), {"causal": True}, {}, (1, 64, 3, 3),
     ),
     "32": lambda r: (packed(r, dims=(32, 24)), {}, {}, (4, 64, 4, 1)),
+    "rows that no map tells": lambda r: (packed(r, dims=(64, 43)), {"causal": True}, {}, USUAL),
     "128 on caches": lambda r: (packed(r, dims=(128, 128), k="cache"), {"causal": True}, {}, USUAL),
     "192": lambda r: (packed(r, dims=(192, 128)), {"causal": True}, {}, (2, 80, 2, 1)),
     "256": lambda r: (packed(r, dims=(256, 200), heads=(2, 1)), {"causal": True}, {}, None),

@@ -338,10 +338,33 @@ def test_thread_blocks_share_key_tiles(case: str, rng: np.random.Generator, monk
     seen: list[KernelPlan] = []
     make = sm90_backward.plan
     monkeypatch.setattr(sm90_backward, "plan", lambda *args: seen.append(make(*args)) or seen[-1])
-    monkeypatch.setattr(sm90_backward_cost, "shares", lambda *_: 3)
+    monkeypatch.setattr(sm90_backward_cost, "shares", lambda *_: sm90_backward_cost.Dealt(3))
     monkeypatch.setattr(sm90_backward_cost, "CACHE", 1)  # so that shares take room in turn
     check("sm90", LARGE, rng, *SHARED[case])
     assert dict(seen[0].constants)["SHARES"] and dict(seen[0].scalars)["shares"] == 3
+
+
+# Key tiles of the last heads alone: of how many heads of K and V the others are, the problem.
+LAST_SHARED: dict[str, tuple[int, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    "plain": (3, ("bfloat16", {"heads": (4, 2), "seq": (330, 200), "batch": 2, "dlse": 1.0}, {})),
+    "causal": (1, ("float16", {"heads": (6, 2), "seq": (400, 330), "dims": (128, 100), "batch": 1}, {"causal": True})),
+    "in-order": (2, ("bfloat16", {"heads": (6, 3), "seq": (260, 270), "batch": 1},
+        {"causal": True, "deterministic": True})),
+    "wide": (1, ("float16", {"heads": (2, 2), "seq": (200, 250), "dims": (256, 200), "batch": 1}, {})),
+    "in-turn": (5, ("float16", {"heads": (1, 1), "seq": (130, 200), "batch": 7, "key_mask": True},
+        {"deterministic": True})),
+}  # fmt: skip
+
+
+@cases(LAST_SHARED, "causal")
+def test_thread_blocks_share_key_tiles_of_the_last_heads(
+    case: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, problem = LAST_SHARED[case]
+    monkeypatch.setattr(sm90_backward_cost, "shares", lambda *_: sm90_backward_cost.Dealt(2, whole))
+    for cache in (sm90_backward_cost.CACHE, 1):  # there is room for all, or they take it in turn
+        monkeypatch.setattr(sm90_backward_cost, "CACHE", cache)
+        check("sm90", LARGE, rng, *problem)
 
 
 # The keys of a query tile in shares: so many, the problem.

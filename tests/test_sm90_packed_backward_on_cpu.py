@@ -87,6 +87,9 @@ CASES: dict[str, Case] = {
     "one key tile of all keys, few columns of a block": lambda r: (
         packed(r, [129, 64, 1], [60, 128, 140], heads=(2, 1), dims=(56, 40)), {"window": (20, 9)}, {},
     ),
+    "one key tile of all keys, rows as no map can tell": lambda r: (
+        packed(r, [70, 1, 64], [64, 2, 130], heads=(2, 1), dims=(60, 44)), IN_ORDER, {},
+    ),
     "192": lambda r: (packed(r, [63, 0, 130], [95, 3, 97], heads=(2, 1), dims=(192, 128)), IN_ORDER, {}),
     "256": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(256, 200)), {"causal": True}, {}),
     "256 in order": lambda r: (packed(r, [65, 1, 130], [300, 60, 64], heads=(1, 1), dims=(256, 256)), IN_ORDER, {}),
@@ -219,6 +222,16 @@ POISONED: dict[str, tuple[Case, Bad]] = {
     "queries without a key": (
         lambda r: (packed(r, [140, 100], [30, 130], heads=(2, 1)), IN_ORDER, {"sinks": normal(r, 2)}),
         (slice(110), slice(0)),
+    ),
+    "queries behind all keys": (
+        lambda r: (
+            packed(r, [100, 60], [30, 60], heads=(2, 1)), IN_ORDER | {"causal": "top_left", "window": (20, None)}, {},
+        ),
+        (slice(50, 100), slice(0)),
+    ),
+    "keys before a window": (
+        lambda r: (packed(r, [3, 70], [100, 80], heads=(2, 1)), IN_ORDER | {"window": (11, None)}, {}),
+        (slice(0), slice(86)),
     ),
 }  # fmt: skip
 

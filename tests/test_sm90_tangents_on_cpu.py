@@ -21,6 +21,7 @@ INPUTS = ("q", "k", "v", "dout", "dlse")  # what these kernels take tangents of
 CASES: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], tuple[str, ...]]] = {
     "plain": (("float16", {"dims": (64, 43), "seq": (300, 300), "dlse": 1.0}, {}), INPUTS),
     "group": (("bfloat16", {"heads": (4, 2), "seq": (200, 262)}, {"causal": True}), ("q", "k", "v")),
+    "unaligned": (("bfloat16", {"seq": (100, 130), "dims": (64, 59), "batch": 1}, {"rows_aligned": False}), INPUTS),
     "window": (("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1}, {"window": (17, 140), "scale": -0.3}),
         INPUTS),
     "left": (("bfloat16", {"seq": (230, 200), "dims": (96, 72), "batch": 1}, {"window": (40, None)}), ("q", "dout")),

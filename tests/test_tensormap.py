@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,10 @@ from kernel_cover import problem
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.families import sm90_forward_cost
-from cupyflash.gpu.plan import plan
+from cupyflash.gpu.plan import FAMILIES, plan
+from cupyflash.gpu.strides import to_copy
 from cupyflash.passes import BACKWARD, FORWARD, Pass
-from cupyflash.problem import ITEMSIZE
+from cupyflash.problem import ITEMSIZE, Given, View
 
 STRIDES = {"q": (700_000, 1024, 64), "k": (0, 128, 64), "v": (80_000, 256, 128), "out": (800_000, 1024, 128)}
 AT = (0x1000, 0x2000, 0x3000, 0x4000)
@@ -63,6 +65,48 @@ def test_rows_that_are_dead_by_position_are_no_part_of_inputs(asked: list[dict[s
     maps(seq_q=300, seq_k=500, diagonal=180, left=100, right=10)(*AT)
     assert [call["at"] for call in asked] == [AT[0], AT[1] + 80 * 256, AT[2] + 80 * 512, AT[3]]
     assert [call["shape"][1] for call in asked] == [300, 410, 410, 300]
+
+
+def test_windows_of_packed_rows(asked: list[dict[str, Any]]) -> None:
+    """Entry n has the rows of a box before row n, so that a box from there on has a sequence's last rows and nothing
+    behind them."""
+    offsets = tuple(Given(f"cu_seqlens_{side}", "int32", ("offset",)) for side in "qk")
+    given = problem("bfloat16", 64, batch=9, heads_q=8, heads_k=2, seq_q=500, seq_k=300, rows_q=500, rows_k=300,
+        given=offsets)  # fmt: skip
+    made = plan(given, Arch.of("sm_90a"), BACKWARD, "sm90")
+    tensormap.Maps(made, given, dict.fromkeys(("q", "k", "v", "dout", "dk", "dv", "dq"), (0, 512, 64)))(
+        *[1 << 20] * len(made.maps)
+    )
+    assert len(asked) == len(made.maps) == 7
+    for call, box in zip(asked, made.maps):
+        rows, heads = (300, 2) if box.array in ("k", "v", "dk", "dv") else (500, 8)
+        assert call["at"] == 1 << 20
+        assert call["shape"] == [64, 2**30, heads, rows + 1, 2**30 + 1]
+        row, head, entry, back = call["strides"]
+        assert (row, head, entry) == (1024, 128, 1024)
+        assert call["box"] == [64, box.rows, 1, 1, 1]
+        for first, end in ((0, 1), (7, 7), (rows - 3, rows)):  # row `first` of a sequence that ends there
+            assert ((2**30 - (end - first)) * row + end * entry + 2**30 * back) % 2**64 == first * 1024
+
+
+def test_rows_that_no_window_reaches() -> None:
+    """Rows of packed arrays that lie too far apart are copied; so many that a place among them is none are refused."""
+    offsets = tuple(Given(f"cu_seqlens_{side}", "int32", ("offset",)) for side in "qk")
+    given = problem("bfloat16", 64, batch=9, heads_q=8, heads_k=8, seq_q=2, seq_k=2, rows_q=2, rows_k=2, given=offsets)
+    arch = Arch.of("sm_90a")
+    made = plan(given, arch, family="sm90")
+    for row, far in ((2**33 - 8, False), (2**33, True), (2**33 + 8, True)):  # elements
+        view = View((2, 8, 64), (row, 64, 1), "bfloat16", "cuda:0", "cupy")
+        copy = to_copy("k", view, given, 4, made, False)
+        assert (copy is not None) == far
+        if copy is not None:
+            assert copy.why == f"TMA of Hopper takes strides of 1 to 2**34 bytes, not {2 * row}"
+    for of in (FORWARD, BACKWARD):
+        for side in "qk":
+            rows = {f"seq_{side}": 2**30 + 1, f"rows_{side}": 2**30 + 1}
+            assert FAMILIES["sm90"].objection(replace(given, **{name: 2**30 for name in rows}), arch, of) is None
+            why = FAMILIES["sm90"].objection(replace(given, **rows), arch, of)
+            assert why == "takes packed arrays of up to 1073741824 rows"
 
 
 def test_columns_rows_heads_batches(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,18 @@ def test_sums_of_shares_take_twice_what_q_does_or_little() -> None:
     assert found(128, (1, 32, 4), 3000, right=0) == (5, 60) and found(192, (1, 4, 4), 16384) == (1, 0)
 
 
+def test_sums_of_the_last_heads_alone() -> None:
+    """Their queries are dealt out where the last wave, of 288 key tiles on 132 multiprocessors, would be short."""
+    chosen = made(BACKWARD, "bfloat16", 176, (4, 2, 2), 3392, H200)
+    told, spaces = dict(chosen.scalars), {w.name: w for w in chosen.workspace}
+    shares, last = told["shares"], 8 - told["whole_heads"]
+    assert shares > 1 and 0 < last < 4
+    assert spaces["share_sums"].shape == (36 * 3 * last * shares, 128 * 96)
+    assert spaces["counters"].shape == (2 + 8 - last + last * shares + 8 * 53 + 36 * 3 * last,)
+    assert spaces["dq_sum"].shape == (told["resident"] * 53, 64 * 192) and told["resident"] <= 8
+    assert dict(made(BACKWARD, "bfloat16", 176, (11, 2, 2), 3392, H200).scalars)["shares"] == 1  # six full waves
+
+
 def test_without_room_there_are_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_backward_cost, "allowed", lambda *_: 0)
     assert dict(made(BACKWARD, "bfloat16", 64, (1, 1, 1), 4096, H200).scalars)["shares"] == 1

@@ -51,11 +51,13 @@ class Workspace:
 
 
 class Box(NamedTuple):
-    """What the copy engine moves at once of an array: `rows` rows of `heads` heads (and 64 columns)."""
+    """What the copy engine moves at once of an array: `rows` rows of `heads` heads (and 64 columns). `windows`: of a
+    packed array, whose map has every so many rows that follow each other as an entry."""
 
     array: str
     rows: int
     heads: int = 1
+    windows: bool = False
 
     @property
     def pairwise(self) -> bool:

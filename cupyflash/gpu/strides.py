@@ -8,8 +8,11 @@ from typing import NamedTuple
 from ..passes import PER_QUERY
 from ..problem import ARRAYS, ITEMSIZE, AttentionProblem, View, contiguous, to_bshd
 from .kernel_plan import KernelPlan
+from .tensormap import WINDOW
 
 _OPTIONAL = {row.name: row for row in ARRAYS}
+# Bytes: strides that TMA takes are less, those of rows of a map of windows too (gpu/tensormap.py, the fifth axis).
+FAR, WINDOW_FAR = 2**40, 2**64 // WINDOW
 
 
 class Copy(NamedTuple):
@@ -31,7 +34,8 @@ def to_copy(
 ) -> Copy | None:
     """The copy that kernels want of an input, if they cannot read it where it is. `misaligned`: where it begins, to 16
     bytes."""
-    mapped, of = bool(plan.maps), name.removeprefix("t")  # tangents are read as what they are tangents of
+    of = name.removeprefix("t")  # tangents are read as what they are tangents of
+    far = WINDOW_FAR if any(box.windows and box.array == name for box in plan.maps) else FAR
     if name in PER_QUERY:
         return None if view.strides == contiguous(view.shape) else Copy(view, 1, "it is not contiguous")
     if problem.reads(of):
@@ -44,17 +48,17 @@ def to_copy(
         if not any(box.array == name for box in plan.maps):
             return None
         view = view._replace(shape=tuple(n if stride else 1 for n, stride in zip(view.shape, view.strides)))
-    why = needs_copy(view, alignment, mapped, padded=rule is None)
+    why = needs_copy(view, alignment, far if plan.maps else None, padded=rule is None)
     if why is None and alignment == 16 and misaligned:
         why = "it does not start at a 16-byte boundary"
     return None if why is None else Copy(view, alignment, why)
 
 
-def needs_copy(view: View, alignment: int, maps: bool = False, padded: bool = True) -> str | None:
+def needs_copy(view: View, alignment: int, far: int | None = None, padded: bool = True) -> str | None:
     """Why kernels that need `alignment` cannot read this array where it is, or None. The pointer is not looked at.
 
-    `maps`: they read it by TMA, whose strides are positive and less than 2**40 bytes. `padded`: they
-    read whole multiples of `alignment`.
+    `far`: they read it by TMA, whose strides are positive and less than so many bytes. `padded`: they read whole
+    multiples of `alignment`.
     """
     if 0 in view.shape:
         return None
@@ -66,8 +70,8 @@ def needs_copy(view: View, alignment: int, maps: bool = False, padded: bool = Tr
     for extent, stride in zip(view.shape[:-1], view.strides[:-1]):
         if extent > 1 and stride * size % alignment:
             return f"its rows are not {alignment}-byte aligned (a stride of {stride} elements)"
-        if maps and extent > 1 and not 0 < stride * size < 2**40:
-            return f"TMA of Hopper takes strides of 1 to 2**40 bytes, not {stride * size}"
+        if far and extent > 1 and not 0 < stride * size < far:
+            return f"TMA of Hopper takes strides of 1 to 2**{far.bit_length() - 1} bytes, not {stride * size}"
     return None
 
 

@@ -13,6 +13,11 @@ from ..problem import ITEMSIZE, AttentionProblem
 from .kernel_plan import Box, KernelPlan, by_line
 
 BYTES = 128  # of one map
+# Of a map of windows entry n has the rows before row n, the last of which is row WINDOW - 1: what a box has behind them
+# is outside of the map. Row r of entry n is row r + n - WINDOW of the array: the fifth axis takes addresses of 64 bits
+# back so far at WINDOW (as Triton's ragged descriptors do). A map that begins before the array is a fault where nothing
+# lies there.
+WINDOW = 1 << 30
 ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
 _KEPT = 256  # addresses of an array whose maps are kept
 
@@ -65,6 +70,9 @@ class Maps:
             # The stride of an axis with one entry says nothing, and may be anything.
             size = ITEMSIZE[dtype]
             apart = tuple(size * stride if n > 1 else 16 for n, stride in zip(shape[1:], (row, head, batch)))
+            if box.windows:
+                shape = (shape[0], WINDOW, shape[2], shape[1] + 1, WINDOW + 1)
+                apart = (*apart[:2], apart[0], 2**64 // WINDOW - apart[0])
             self._arrays.append((dtype, shape, apart, box))
             self._skipped.append(size * row * firsts.get(box.array.removeprefix("t"), 0))
         self._inputs = sum(box.array not in plan.of.results for box in plan.maps)
@@ -91,9 +99,9 @@ def _entries(problem: AttentionProblem, packed: int | None, rows: int) -> tuple[
 
 
 def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: Box) -> bytes:
-    """The map of an array (columns, rows, heads, batch) that moves in boxes.
+    """The map of an array (columns, rows, heads, batch, or entries of windows and what takes back) that moves in boxes.
 
-    `strides` are those of rows, heads and batch, in bytes. RuntimeError with the driver's reason where it refuses.
+    `strides` are those of all but columns, in bytes. RuntimeError with the driver's reason where it refuses.
     """
     driver = _driver()
     kind = driver.CUtensorMapDataType
@@ -110,7 +118,7 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
         pointer,
         [u64(n) for n in shape],
         [u64(n) for n in strides],
-        [u32(n) for n in (ROW // ITEMSIZE[dtype], box.rows, box.heads, 1)],
+        [u32(n) for n in (ROW // ITEMSIZE[dtype], box.rows, box.heads, *[1] * (len(shape) - 3))],
         [u32(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

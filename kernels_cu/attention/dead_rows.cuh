@@ -26,18 +26,6 @@ struct DeadRows {
         return all != 0;
     }
 
-    // The first of those with which it ends, without a live one between; they count no more.
-    __device__ int take_end() {
-        int first = 0;
-#pragma unroll
-        for (int n = 0; n < WORDS; n++)
-            if (~bits[n] != 0) first = 32 * n + 32 - __clz(~bits[n]);
-#pragma unroll
-        for (int n = 0; n < WORDS; n++)
-            if (first < 32 * n + 32) bits[n] &= first > 32 * n ? (1u << (first - 32 * n)) - 1 : 0;
-        return first;
-    }
-
     // Zeros there, by one of WARPS warps, 16 bytes after the other whichever row they are of: the faster one where all
     // are dead, as in tiles of padding. (The backward, which does so once for a tile of keys, spills with it.)
     template <int WARPS, class Tile>

@@ -53,41 +53,57 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
     // Rows at once: the time is that of memory to answer.
     constexpr int STEP = 128 / LANES, EACH = largest_divisor(SIZE / STEP, 8 / PIECES);
     static_assert(SIZE % STEP == 0);
-    int columns[PIECES];
-#pragma unroll
-    for (int n = 0; n < PIECES; n++) columns[n] = min(p.dim_v - 8 * (lane + LANES * n), 8);
+    bool vectors = p.dim_v % 8 == 0;
     for (int i = first + threadIdx.x / LANES; i < first + SIZE; i += EACH * STEP) {
-        uint4 a[EACH][PIECES], b[EACH][PIECES];
-#pragma unroll
-        for (int r = 0; r < EACH; r++) {
-            int row = i + r * STEP;
-#pragma unroll
-            for (int n = 0; n < PIECES; n++) {
-                const In* oi = o + row * out_strides.row + 8 * (lane + LANES * n);
-                const In* di = d + row * dout_strides.row + 8 * (lane + LANES * n);
-                a[r][n] = b[r][n] = make_uint4(0, 0, 0, 0);
-                if (row >= queries) continue;
-                if (columns[n] == 8) {
-                    a[r][n] = *(const uint4*)oi, b[r][n] = *(const uint4*)di;
-                } else {
-#pragma unroll
-                    for (int c = 0; c < 8; c++)
-                        if (c < columns[n]) ((In*)&a[r][n])[c] = oi[c], ((In*)&b[r][n])[c] = di[c];
-                }
-            }
-        }
         float own = 0;  // of the row that the lane writes
-#pragma unroll
-        for (int r = 0; r < EACH; r++) {
-            float sum = 0;
-#pragma unroll
-            for (int n = 0; n < PIECES; n++)
-#pragma unroll
-                for (int c = 0; c < 8; c++)
-                    sum = fma(to_float(((const In*)&a[r][n])[c]), to_float(((const In*)&b[r][n])[c]), sum);
+        auto take = [&](int r, float sum) {
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
             if (lane == r) own = sum;
+        };
+        if (vectors) {
+            uint4 a[EACH][PIECES], b[EACH][PIECES];
+#pragma unroll
+            for (int r = 0; r < EACH; r++) {
+                int row = i + r * STEP;
+#pragma unroll
+                for (int n = 0; n < PIECES; n++) {
+                    int column = 8 * (lane + LANES * n);
+                    a[r][n] = b[r][n] = make_uint4(0, 0, 0, 0);
+                    if (row >= queries || column >= p.dim_v) continue;
+                    a[r][n] = *(const uint4*)(o + row * out_strides.row + column);
+                    b[r][n] = *(const uint4*)(d + row * dout_strides.row + column);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < EACH; r++) {
+                float sum = 0;
+#pragma unroll
+                for (int n = 0; n < PIECES; n++)
+#pragma unroll
+                    for (int c = 0; c < 8; c++)
+                        sum = fma(to_float(((const In*)&a[r][n])[c]), to_float(((const In*)&b[r][n])[c]), sum);
+                take(r, sum);
+            }
+        } else {  // the same, a row after the other: seldom, so in few instructions
+#pragma unroll 1
+            for (int r = 0; r < EACH; r++) {
+                int row = i + r * STEP;
+                float sum = 0;
+#pragma unroll 1
+                for (int column = 8 * lane; column < p.dim_v; column += 8 * LANES) {
+                    In x[8] = {}, y[8] = {};
+                    int columns = row < queries ? p.dim_v - column : 0;
+                    const In* oi = o + row * out_strides.row + column;
+                    const In* di = d + row * dout_strides.row + column;
+#pragma unroll
+                    for (int c = 0; c < 8; c++)
+                        if (c < columns) x[c] = oi[c], y[c] = di[c];
+#pragma unroll
+                    for (int c = 0; c < 8; c++) sum = fma(to_float(x[c]), to_float(y[c]), sum);
+                }
+                take(r, sum);
+            }
         }
         if (lane < EACH) f(i + lane * STEP, own);
     }

@@ -48,6 +48,23 @@ __device__ inline void tma_store(const TensorMap& map, unsigned shared, int colu
         : "memory");
 }
 
+// The same of a map of windows (gpu/tensormap.py). Its fifth axis takes an address back by 2^30 rows.
+__device__ inline void tma_load_window(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row,
+                                       int head, int entry) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(entry), "r"(1 << 30)
+        : "memory");
+}
+__device__ inline void tma_store_window(const TensorMap& map, unsigned shared, int column, int row, int head,
+                                        int entry) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(shared), "r"(column), "r"(row), "r"(head), "r"(entry), "r"(1 << 30)
+        : "memory");
+}
+
 // Copy consecutive bytes, a multiple of 16 and so aligned; they count on the barrier.
 __device__ inline void bulk_load(unsigned shared, const void* global, int bytes, unsigned barrier) {
     asm volatile(

@@ -59,25 +59,42 @@ __device__ void wgmma_wait() {
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
     "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory. TRANSPOSED_A: columns of A are contiguous,
-// not rows ("M-major" instead of "K-major"); TRANSPOSED_B: rows of B, not columns.
-// With A in registers rows of B are contiguous by default. I to O number the operands after those of D.
-#define WGMMA(N, TYPE, NAME, I, J, K, L, M, O)                                                                         \
-    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                              \
+// What a statement says that multiplies tiles in shared memory: one to four STEPS of K. One alone takes its descriptors
+// as they are; those of more go on in place, by NEXT_A and NEXT_B (16 bytes): fewer instructions than if each is made
+// anew. Steps that are not taken are gone from the code. All but KIND, MAJOR and ADD (what the first step does) are
+// numbers of operands.
+#define WGMMA_STEPS(N, KIND, MAJOR, ADD, A, B, NEXT_A, NEXT_B, STEPS)                                              \
+    "{ .reg .pred add, more; .reg .b32 low, high; .reg .b64 a, b; setp.ne.b32 add, " #ADD ", 0; "                  \
+    "setp.eq.s32 more, %" #STEPS ", 1; @more " WGMMA_STEP(N, KIND, MAJOR, "%" #A, "%" #B)                          \
+    "setp.gt.s32 more, %" #STEPS ", 1; mov.b64 a, %" #A "; mov.b64 b, %" #B "; "                                   \
+    "@more " WGMMA_STEP(N, KIND, MAJOR, "a", "b") "setp.ne.b32 add, 1, 0; " WGMMA_NEXT(NEXT_A, NEXT_B)             \
+    "@more " WGMMA_STEP(N, KIND, MAJOR, "a", "b") "setp.gt.s32 more, %" #STEPS ", 2; " WGMMA_NEXT(NEXT_A, NEXT_B)  \
+    "@more " WGMMA_STEP(N, KIND, MAJOR, "a", "b") "setp.gt.s32 more, %" #STEPS ", 3; " WGMMA_NEXT(NEXT_A, NEXT_B)  \
+    "@more " WGMMA_STEP(N, KIND, MAJOR, "a", "b") "}"
+#define WGMMA_NEXT(NEXT_A, NEXT_B)                                                          \
+    "mov.b64 {low, high}, a; add.u32 low, low, %" #NEXT_A "; mov.b64 a, {low, high}; "      \
+    "mov.b64 {low, high}, b; add.u32 low, low, %" #NEXT_B "; mov.b64 b, {low, high}; "
+#define WGMMA_STEP(N, KIND, MAJOR, A, B)                                                                \
+    "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" NAMES_##N "}, " A ", " B ", add, 1, 1" MAJOR "; "
+
+// wgmma_start: D = A B;  wgmma: D += A B, both operands in shared memory, over STEPS of K. TRANSPOSED_A: columns of A
+// are contiguous, not rows ("M-major" instead of "K-major"), and a step goes on by 16 rows, not 32 bytes; TRANSPOSED_B:
+// rows of B, not columns.
+// With A in registers rows of B are contiguous by default. I to P number the operands after those of D.
+#define WGMMA(N, TYPE, NAME, I, J, K, L, M, O, P)                                                                      \
+    template <int STEPS = 1, int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                               \
     __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {              \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                       \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J \
-                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                \
+        asm volatile(WGMMA_STEPS(N, "k16.f32." NAME "." NAME, ", %" #K ", %" #L, 0, I, J, M, O, P)                     \
                      : D_##N("=f")                                                                                     \
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                          \
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B), "n"(TRANSPOSED_A ? 128 : 2),              \
+                       "n"(TRANSPOSED_B ? 128 : 2), "n"(STEPS));                                                       \
     }                                                                                                                  \
-    template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                                              \
+    template <int STEPS = 1, int TRANSPOSED_A = 0, int TRANSPOSED_B = 0>                                               \
     __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, TYPE) {                    \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                       \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" NAMES_##N "}, %" #I ", %" #J \
-                     ", add, 1, 1, %" #K ", %" #L "; }"                                                                \
+        asm volatile(WGMMA_STEPS(N, "k16.f32." NAME "." NAME, ", %" #K ", %" #L, 1, I, J, M, O, P)                     \
                      : D_##N("+f")                                                                                     \
-                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));                                          \
+                     : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B), "n"(TRANSPOSED_A ? 128 : 2),              \
+                       "n"(TRANSPOSED_B ? 128 : 2), "n"(STEPS));                                                       \
     }                                                                                                                  \
     template <int TRANSPOSED_B = 1>                                                                                    \
     __device__ void wgmma_start(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, TYPE) {            \
@@ -101,21 +118,17 @@ __device__ void wgmma_wait() {
 
 // Of numbers of 8 bits, 32 of K at once; both operands "K-major".
 #define WGMMA_8(N, I, J, K, L, M)                                                                                      \
-    template <int = 0, int = 0>                                                                                        \
+    template <int STEPS = 1, int = 0, int = 0>                                                                         \
     __device__ void wgmma_start(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {          \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 0, 0; "                                                       \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J         \
-                     ", add, 1, 1; }"                                                                                  \
+        asm volatile(WGMMA_STEPS(N, "k32.f32.e4m3.e4m3", "", 0, I, J, K, K, L)                                         \
                      : D_##N("=f")                                                                                     \
-                     : "l"(a), "l"(b));                                                                                \
+                     : "l"(a), "l"(b), "n"(2), "n"(STEPS));                                                            \
     }                                                                                                                  \
-    template <int = 0, int = 0>                                                                                        \
+    template <int STEPS = 1, int = 0, int = 0>                                                                         \
     __device__ void wgmma(float (&d)[N / 8][4], unsigned long long a, unsigned long long b, float8_t) {                \
-        asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                       \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #I ", %" #J         \
-                     ", add, 1, 1; }"                                                                                  \
+        asm volatile(WGMMA_STEPS(N, "k32.f32.e4m3.e4m3", "", 1, I, J, K, K, L)                                         \
                      : D_##N("+f")                                                                                     \
-                     : "l"(a), "l"(b));                                                                                \
+                     : "l"(a), "l"(b), "n"(2), "n"(STEPS));                                                            \
     }                                                                                                                  \
     __device__ inline void wgmma(float (&d)[N / 8][4], const unsigned (&a)[4], unsigned long long b, float8_t) {       \
         asm volatile("{ .reg .pred add; setp.ne.b32 add, 1, 0; "                                                       \
@@ -132,14 +145,14 @@ WGMMA_8(128, 64, 65, 66, 67, 68)
 WGMMA_8(192, 96, 97, 98, 99, 100)
 WGMMA_8(256, 128, 129, 130, 131, 132)
 
-WGMMA_BOTH_TYPES(8, 4, 5, 6, 7, 8, 9)
-WGMMA_BOTH_TYPES(16, 8, 9, 10, 11, 12, 13)
-WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20, 21)
-WGMMA_BOTH_TYPES(40, 20, 21, 22, 23, 24, 25)
-WGMMA_BOTH_TYPES(48, 24, 25, 26, 27, 28, 29)
-WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36, 37)
-WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44, 45)
-WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52, 53)
-WGMMA_BOTH_TYPES(128, 64, 65, 66, 67, 68, 69)
-WGMMA_BOTH_TYPES(192, 96, 97, 98, 99, 100, 101)
-WGMMA_BOTH_TYPES(256, 128, 129, 130, 131, 132, 133)
+WGMMA_BOTH_TYPES(8, 4, 5, 6, 7, 8, 9, 10)
+WGMMA_BOTH_TYPES(16, 8, 9, 10, 11, 12, 13, 14)
+WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20, 21, 22)
+WGMMA_BOTH_TYPES(40, 20, 21, 22, 23, 24, 25, 26)
+WGMMA_BOTH_TYPES(48, 24, 25, 26, 27, 28, 29, 30)
+WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44, 45, 46)
+WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_BOTH_TYPES(128, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_BOTH_TYPES(192, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_BOTH_TYPES(256, 128, 129, 130, 131, 132, 133, 134)

@@ -49,7 +49,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         } else if (WHOLE_DQ && warp == 1) {
             send_dq(p, maps, s);
         } else if (threadIdx.x == 32) {
-            add_dq(p, s);
+            add_dq(p, maps, s);
         }
     } else {
         grow_registers<CONSUMER_REGISTERS>();

@@ -29,14 +29,28 @@ __device__ inline void wait_for_turn(const Params& p, const DQCounters& counters
     }
 }
 
+// Where a consumer's part is all of dQ: rows of queries in shared memory, and on to the array.
+using DQTile = SwizzledTile<PART_ROWS, 64>;
+
+// (A template since other kernels have no map of dQ.)
+template <class Maps>
+__device__ void send_rows(const Params& p, const Maps& maps, const Shared& s, const Head& head, int tile_q,
+                          int warpgroup) {
+    if constexpr (WHOLE_BY_LENGTH) {
+        int row = tile_q * ROWS + (SHARE_ROWS ? warpgroup * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * warpgroup;
+        if (maps.map_out)
+            DQTile{s.part(warpgroup)}.store(maps.dq, box_of_queries(p, head, head.to_query(row, column), row));
+    }
+}
+
 // The thread that adds parts of dQ to memory, and tells what has been added.
-__device__ inline void add_dq(const Params& p, Shared& s) {
+__device__ inline void add_dq(const Params& p, const TensorMaps& maps, Shared& s) {
     Shared::DQRing dq = s.dq(0);  // all consumers are at the same place in theirs
     DQCounters counters(p);
     while (true) {
         KeyTile t = s.next_tile();
         if (t.none()) break;
-        if (WHOLE_BY_LENGTH && has_whole_dq(p, t.head(p))) continue;  // the consumers store rows
+        bool whole = WHOLE_BY_LENGTH && has_whole_dq(p, t.head(p));  // rows, which nobody adds to
         if constexpr (!CONSUMERS_ADD) {
             // Tiles: owed, added to but not told; begun, as was seen.
             int shift = counters.shift(p, t.share), owed = -1, begun = -1;
@@ -44,7 +58,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                 if (n != -1) add_release(counters.added + n, 1);
             };
             for_query_tiles(p, t, [&](const Head& head, int i, int n, TileBits) {
-                if (DETERMINISTIC) wait_for_turn(p, counters, t, head, i, n);
+                if (DETERMINISTIC && !whole) wait_for_turn(p, counters, t, head, i, n);
                 bool first = FIRST_STORES && adding_to(p, head, i).rank(t.number) == 0;
                 if (FIRST_STORES && !first) {
                     if (n != begun && load_acquire(counters.added + n) == 0) {
@@ -63,7 +77,9 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
                     float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? warpgroup * ROW8S : 0);
-                    if (bytes > 0 && first)
+                    if (whole)
+                        send_rows(p, maps, s, head, i, warpgroup);
+                    else if (bytes > 0 && first)
                         bulk_store(sums, s.part(warpgroup), bytes);
                     else if (bytes > 0)
                         bulk_add(sums, s.part(warpgroup), bytes);
@@ -78,6 +94,7 @@ __device__ inline void add_dq(const Params& p, Shared& s) {
                     mbarrier_arrive(dq.empty());
                 }
                 dq.advance();
+                if (whole) return;
                 if (DETERMINISTIC || first) {  // others wait for it
                     tma_wait<0>();
                     tell(owed);
@@ -162,49 +179,21 @@ __device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
     for (int n = FIRST; n < FIRST + COUNT; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
 }
 
-// Where that is all of dQ: a consumer's part, rounded, as rows of queries in shared memory.
-using DQTile = SwizzledTile<PART_ROWS, 64>;
-
+// Where that is all of dQ: a consumer's part, rounded.
 __device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, float scale) {
     dq.each([&](float& x, int, int) { x *= scale; });
     store_rounded<true>(dq, DQTile{part}, 0, threadIdx.x / 32 % 4 * 16);
 }
 
-// Write the first rows of a tile to global memory, `rows` of `cols` elements, by WARPS warps together.
-template <int WARPS, int ROWS, int COLS, class T>
-__device__ void store_rows_by(SwizzledTile<ROWS, COLS> tile, T* target, long long row_stride, int rows, int cols) {
-    using Tile = SwizzledTile<ROWS, COLS>;
-    constexpr int STEP = 4 * WARPS, STEPS = (ROWS + STEP - 1) / STEP;  // eight lanes a row of 128 bytes
-    static_assert(STEP % 8 == 0 && sizeof(T) == 2);
-    int thread = threadIdx.x % (32 * WARPS), first = thread / 8;
-    if (!aligned(target, row_stride, cols)) {
-        store_rows<ROWS / WARPS>(tile, thread / 32 * (ROWS / WARPS), target, row_stride, rows, cols);
-        return;
-    }
-#pragma unroll
-    for (int block = 0; block < Tile::BLOCKS; block++) {
-        int col = 64 * block + thread % 8 * 8;
-        T* to = target + first * row_stride + col;
-        unsigned from = tile.address(first, col);
-        uint4 x[STEPS];
-        int left = col < cols ? min(rows, ROWS) - first : 0;
-#pragma unroll
-        for (int n = 0; n < STEPS; n++)
-            if (n * STEP < left) x[n] = load_shared_16(from + 128 * STEP * n);
-#pragma unroll
-        for (int n = 0; n < STEPS; n++)
-            if (n * STEP < left) *(uint4*)(to + n * STEP * row_stride) = x[n];
-    }
-}
-
-// WHOLE_BY_LENGTH: on to memory, by all of the consumer's threads. (A box would have rows of the next sequence. A
-// template since rows of other kernels may be wider.)
+// WHOLE_BY_LENGTH: on to memory, by all of the consumer's threads, where rows lie as no map can tell. (A template since
+// rows of other kernels may be wider.)
 template <class Given>
 __device__ void store_own_rows(const Given& p, const Head& head, int tile_q, int warpgroup, unsigned part) {
     sync_threads<128>(3 + warpgroup);
     int row = tile_q * ROWS + (SHARE_ROWS ? warpgroup * PART_ROWS : 0), column = SHARE_ROWS ? 0 : 64 * warpgroup;
-    store_rows_by<4>(DQTile{part}, head.query_row(dq_rows(p), dq_strides(p), row) + column, dq_strides(p).row,
-                     head.queries(p) - row, p.dim - column);
+    store_rows<PART_ROWS / 4, true>(DQTile{part}, threadIdx.x / 32 % 4 * (PART_ROWS / 4),
+                                    head.query_row(dq_rows(p), dq_strides(p), row) + column, dq_strides(p).row,
+                                    head.queries(p) - row, p.dim - column);
 }
 
 // WHOLE_DQ: the warp that sends it on. (A template since other kernels have no map of dQ.)
@@ -228,8 +217,8 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
                 dq.wait_full();
                 if constexpr (WHOLE_DQ) {
                     if (!maps.map_out)
-                        store_rows<PART_ROWS>(tile, 0, head.query_row(dq_rows(p), dq_strides(p), row) + column,
-                                              dq_strides(p).row, head.queries(p) - row, p.dim - column);
+                        store_rows<PART_ROWS, true>(tile, 0, head.query_row(dq_rows(p), dq_strides(p), row) + column,
+                                                    dq_strides(p).row, head.queries(p) - row, p.dim - column);
                     else
                         tile.store(maps.dq, head.to_query(row, column), first);
                 }
@@ -302,7 +291,7 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         if (SHARES) {
             Share share(p, next - p.resident);
             int nth = n % counters.tiles;
-            if (nth >= share.tiles.end - share.tiles.begin) {  // it has one less than others
+            if (nth >= share.tiles.end - share.tiles.begin) {  // it has fewer than others
                 if (again) cleared();
                 continue;
             }

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         else if (threadIdx.x == 0)
             load(p, maps, s);
         else if (threadIdx.x == 32)
-            add_dq(p, s);
+            add_dq(p, maps, s);
     } else {
         grow_registers<CONSUMER_REGISTERS>();
         if constexpr (!WIDE)

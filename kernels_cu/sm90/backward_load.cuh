@@ -31,15 +31,6 @@ __device__ auto* row_numbers(const Given& p, int tile) {
         return p.delta + tile * COUNT;
 }
 
-// `rows` of K or V. (A box of a whole tile would bring most of all from other sequences, where they are short.)
-template <class Tile>
-__device__ void load_keys(Tile tile, const TensorMap& map, unsigned barrier, InMap at, int rows) {
-    if constexpr (WHOLE_BY_LENGTH)
-        tile.template load_rows<BOX_KEYS>(map, barrier, at, rows);
-    else
-        tile.load(map, barrier, at);
-}
-
 // The thread that deals out the tiles, and loads. Two numbers tell its place in every ring.
 template <class Maps>
 __device__ void load(const Params& p, const Maps& maps, Shared& s) {
@@ -65,13 +56,16 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             s.q.go_to(steps);
             s.q.wait_empty();
             mbarrier_arrive_expect(s.q.full(), Q_BYTES + NUMBERS_BYTES);
-            s.q_tile().load(maps.q, s.q.full(), head.at_query(p, i * ROWS, s.column()));
+            auto queries = [&](int column) {
+                return box_of_queries(p, head, head.at_query(p, i * ROWS, column), i * ROWS);
+            };
+            s.q_tile().load(maps.q, s.q.full(), queries(s.column()));
             if constexpr (TQ) s.tq_tile().load(maps.tq, s.q.full(), head.at_query(p, i * ROWS));
             bulk_load(s.row_values(), row_numbers(p, n), NUMBERS_BYTES, s.q.full());
             s.d.go_to(steps);
             s.d.wait_empty();
             mbarrier_arrive_expect(s.d.full(), DO_BYTES);
-            s.do_tile().load(maps.dout, s.d.full(), head.at_query(p, i * ROWS, s.column_v()));
+            s.do_tile().load(maps.dout, s.d.full(), queries(s.column_v()));
             if constexpr (TDOUT) s.tdo_tile().load(maps.tdout, s.d.full(), head.at_query(p, i * ROWS));
             if constexpr (PAIR_ARRAYS) {
                 s.pairs.go_to(steps);
@@ -82,16 +76,17 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             if (first) {  // K and V after them: there is room for one, which the key tile before needs to its end
                 first = false;
                 wait_for_key_tile(t);
-                int key = s.first_key(t), rows = loaded_keys(head.keys(p) - key);
-                mbarrier_arrive_expect(s.k.full(), K_BYTES / KEYS * rows + SPLIT_KEYS * FarKTile::BYTES);
+                int key = s.first_key(t);
+                mbarrier_arrive_expect(s.k.full(), K_BYTES + SPLIT_KEYS * FarKTile::BYTES);
                 InMap keys = head.at_key(p, 0);
-                load_keys(s.k_tile(), maps.k, s.k.full(), keys.down(key, s.column()), rows);
+                auto own = [&](int column) { return box_of_keys(p, head, keys.down(key, column), key); };
+                s.k_tile().load(maps.k, s.k.full(), own(s.column()));
                 if constexpr (TK) s.tk_tile().load(maps.tk, s.k.full(), keys.down(key));
                 if (SPLIT_KEYS)
                     s.far_k_tile().load(maps.k, s.k.full(), keys.down(s.far_key(t), 64 * s.dq_block(0)));
                 s.v.wait_empty();
-                mbarrier_arrive_expect(s.v.full(), V_BYTES / KEYS * rows);
-                load_keys(s.v_tile(), maps.v, s.v.full(), keys.down(key, s.column_v()), rows);
+                mbarrier_arrive_expect(s.v.full(), V_BYTES);
+                s.v_tile().load(maps.v, s.v.full(), own(s.column_v()));
                 if constexpr (TV) s.tv_tile().load(maps.tv, s.v.full(), keys.down(key));
             }
         });

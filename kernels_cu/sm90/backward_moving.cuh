@@ -55,9 +55,9 @@ struct MovingConsumer : KeyOwner {
 
         s.q.wait_full();
         s.d.wait_full();
-        clear_queries(s.row_values(), warpgroup, [] {}, s.q_tile(), s.do_tile());
-        if constexpr (TQ) clear_queries(s.row_values(), warpgroup, [] {}, s.tq_tile());
-        if constexpr (TDOUT) clear_queries(s.row_values(), warpgroup, [] {}, s.tdo_tile());
+        clear_queries(s.row_values(), warpgroup, ROWS, [] {}, s.q_tile(), s.do_tile());
+        if constexpr (TQ) clear_queries(s.row_values(), warpgroup, ROWS, [] {}, s.tq_tile());
+        if constexpr (TDOUT) clear_queries(s.row_values(), warpgroup, ROWS, [] {}, s.tdo_tile());
         Scores x, tx, dp, tdp;
         turns.wait();
         start_ABt<DOT>(x, s.k_tile(), first_key, s.q_tile());

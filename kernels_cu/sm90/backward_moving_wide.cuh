@@ -148,15 +148,15 @@ struct MovingWideConsumer {
         steps++;
         s.q.wait_full();
         if constexpr (OF_SCORES) {
-            clear_queries(s.row_values(), warpgroup, [&] { s.d.wait_full(); }, s.q_tile(), s.do_tile());
-            if constexpr (TQ) clear_queries(s.row_values(), warpgroup, [] {}, s.tq_tile());
+            clear_queries(s.row_values(), warpgroup, ROWS, [&] { s.d.wait_full(); }, s.q_tile(), s.do_tile());
+            if constexpr (TQ) clear_queries(s.row_values(), warpgroup, ROWS, [] {}, s.tq_tile());
             probabilities(pairs, seen, tile_q, key);
             s.d.wait_full();
             start_dv();
         } else {
             s.d.wait_full();
-            clear_queries(s.row_values(), warpgroup, [] {}, s.q_tile(), s.do_tile());
-            if constexpr (TQ) clear_queries(s.row_values(), warpgroup, [] {}, s.tq_tile());
+            clear_queries(s.row_values(), warpgroup, ROWS, [] {}, s.q_tile(), s.do_tile());
+            if constexpr (TQ) clear_queries(s.row_values(), warpgroup, ROWS, [] {}, s.tq_tile());
             Scores dp, tdp;
             start_derivatives(dp, tdp);
             arrive_threads<256>(READ);

@@ -18,10 +18,7 @@ constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 struct NarrowConsumer : KeyOwner {
     const TensorMaps& maps;
     bool owed = false;  // whether the thread that adds dQ is still to be told of a part
-    // WHOLE_BY_LENGTH: whether the keys at hand are all of their sequence, and how many steps had such.
-    bool whole = false;
-    unsigned whole_steps = 0;
-    int filled = KEYS;  // rows of the tiles of K and V that may not be zeros
+    bool whole = false;  // WHOLE_BY_LENGTH: whether the keys at hand are all of their sequence
     bool near = true;  // whether soft caps with the keys at hand were near 0 so far: then it is asked again
 
     Accumulator<1, BLOCK_DIM / 8> dk;
@@ -31,10 +28,6 @@ struct NarrowConsumer : KeyOwner {
         : KeyOwner(p, s, warpgroup), maps(maps) {
         static_assert(WIDE || KEYS == 64 * WARPGROUPS && BLOCK_DIM <= 64 * WARPGROUPS);
     }
-
-    // Whether what is computed of dQ is handed over to be added or sent; and how many times it was.
-    __device__ bool hands_over() const { return !WHOLE_BY_LENGTH || !whole; }
-    __device__ unsigned handed_over() const { return WHOLE_BY_LENGTH ? steps - whole_steps : steps; }
 
     __device__ void tell() {
         fence_async();
@@ -49,10 +42,9 @@ struct NarrowConsumer : KeyOwner {
         s.pairs.go_to(steps);
         InTiles<true, Pairwise> arrays(s.pair_tiles(), 0, first_key + 16 * warp());
         Lines<1, true, InTiles<true, Pairwise>> lines(pairs, at, arrays);
-        dq_ring.go_to(handed_over());
+        dq_ring.go_to(steps);
         STile ds_tile = s.ds_tile(steps);
         steps++;
-        if (!hands_over()) whole_steps++;
 
         Accumulator<1, ROWS / 8> probabilities, slopes, ds;
         // P^T = exp(S^T - lse)
@@ -83,7 +75,8 @@ struct NarrowConsumer : KeyOwner {
 
         // S^T = K Q^T, dP^T = V dO^T. Rows' numbers are read before products keep shared memory busy.
         s.q.wait_full();
-        clear_queries(s.row_values(), warpgroup, [&] { s.d.wait_full(); }, s.q_tile(), s.do_tile());
+        int rows = WINDOWS ? min(ROWS, pairs.head.queries(p) - tile_q * ROWS) : ROWS;
+        clear_queries(s.row_values(), warpgroup, rows, [&] { s.d.wait_full(); }, s.q_tile(), s.do_tile());
         ColumnVector<(HALF_STEPS ? FIRST : ROWS) / 8> minus_lse(s.row_values(), own);
         if constexpr (DELTA_FIRST) {
             ds.fill(ColumnVector<ROWS / 8>(s.row_values() + 4 * ROWS, own));
@@ -94,7 +87,7 @@ struct NarrowConsumer : KeyOwner {
         start_ABt<DOT_V, DELTA_FIRST ? ADD : !ADD>(ds, s.v_tile(), first_key, s.do_tile());
         if constexpr (HALF_STEPS) {
             if (owed) tell();
-            owed = hands_over();
+            owed = true;
         }
         wgmma_wait<1>();
         changed(probabilities);
@@ -171,15 +164,16 @@ struct NarrowConsumer : KeyOwner {
         wgmma_wait<HALF_STEPS ? 2 : 1>();
         s.d.release();
         start_AB<HALF_STEPS ? SECOND : ROWS, HALF_STEPS ? FIRST : 0>(dk, ds_operand, s.q_tile());
-        if (hands_over()) dq_ring.wait_empty();
+        dq_ring.wait_empty();
         wgmma_wait<1>();
         changed(dq);
-        if (WHOLE_DQ || !hands_over()) {
+        if (WHOLE_DQ || WHOLE_BY_LENGTH && whole) {
             put_rows(dq, s.part(warpgroup), p.scale);
-            if constexpr (WHOLE_BY_LENGTH) store_own_rows(p, pairs.head, tile_q, warpgroup, s.part(warpgroup));
+            if constexpr (WHOLE_BY_LENGTH)
+                if (!maps.map_out) store_own_rows(p, pairs.head, tile_q, warpgroup, s.part(warpgroup));
         } else
             put(dq, s.part(warpgroup));
-        if (!HALF_STEPS && hands_over()) tell();
+        if (!HALF_STEPS) tell();
         wgmma_wait<0>();
         s.q.release();
     }
@@ -187,7 +181,7 @@ struct NarrowConsumer : KeyOwner {
     // dK and dV of a tile, out through shared memory and TMA, which goes on by itself.
     static_assert(WIDE || SHARE_SUMS == 32 * (sizeof(dk) + sizeof(dv)), "the plan asks for another number of sums");
     __device__ void store(const KeyTile& t, const Head& head, int key) {
-        dq_ring.go_to(handed_over());
+        dq_ring.go_to(steps);
         dq_ring.wait_empty();
         sync_threads<128 * WARPGROUPS>(1);  // nobody reads dS any more
         if (SHARES && !add_shares(p, s, t, warpgroup, dv, dk)) return;
@@ -204,23 +198,18 @@ struct NarrowConsumer : KeyOwner {
             store_rounded(dv, dv_tile, 16 * warp(), 0);
             fence_async();
             sync_threads<128>(3 + warpgroup);
-            if (maps.map_out && is_whole<64>(p, head, key)) {
+            if (maps.map_out) {
                 if (threadIdx.x % 128 == 0) {
-                    dk_tile.store(maps.dk, head.to_key(key));
-                    dv_tile.store(maps.dv, head.to_key(key));
+                    dk_tile.store(maps.dk, box_of_keys(p, head, head.to_key(key), key));
+                    dv_tile.store(maps.dv, box_of_keys(p, head, head.to_key(key), key));
                     tma_commit();
                 }
             } else {
                 int rows = head.key_rows(p) - key;
-                if constexpr (WHOLE_BY_LENGTH) {
-                    store_rows_by<4>(dk_tile, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows, p.dim);
-                    store_rows_by<4>(dv_tile, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows, p.dim_v);
-                    return;
-                }
-                store_rows<16>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, rows,
-                               p.dim);
-                store_rows<16>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, rows,
-                               p.dim_v);
+                store_rows<16, true>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row,
+                                     rows, p.dim);
+                store_rows<16, true>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row,
+                                     rows, p.dim_v);
             }
         }
     }
@@ -241,7 +230,7 @@ struct NarrowConsumer : KeyOwner {
             near = true;
             if (WHOLE_BY_LENGTH) whole = has_whole_dq(p, keys);
             s.v.wait_full();
-            clear_keys(p, s, t, filled);
+            clear_keys(p, s, t);
             for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits bits) {
                 visit(Pairs(p, head, bits), seen, tile_q, key);
             });

@@ -1,6 +1,7 @@
 // Where key tiles are too few for all multiprocessors, some take much longer than others, or the queries of a head of K
 // and V are too many for the L2 cache, its query tiles (those of all heads that share it) are dealt out in shares, each
-// as if it had a head of K and V by itself. Thread blocks leave their sums of dK and dV in memory, in float32, and who
+// as if it had a head of K and V by itself: of all heads, or of the last ones, so that the last multiprocessors at work
+// have little to do. Thread blocks leave their sums of dK and dV in memory, in float32, and who
 // is done last with a key tile adds up those of all shares, in their order: so dK and dV are the same bits in every
 // run.
 #pragma once
@@ -24,10 +25,11 @@ __device__ int for_fragments(Accumulator<1, N> (&sums)[COUNT], int first, F f) {
 // 128 threads, each of which finds what its like in other blocks have left.
 template <class DV, class DK>
 __device__ bool add_shares(const Params& p, const Shared& s, const KeyTile& t, int warpgroup, DV& dv, DK& dk) {
+    if (t.share < p.whole_heads) return true;
     Share share(p, t.share);
     int thread = threadIdx.x % 128;
-    int number =
-        ((share.kv_head * KeyTiles<CLUSTER_KEYS>::of_head(p) + t.number) * CLUSTER + s.rank) * WARPGROUPS + warpgroup;
+    int number = (share.kv_head - p.whole_heads) * KeyTiles<CLUSTER_KEYS>::of_head(p) + t.number;
+    number = (number * CLUSTER + s.rank) * WARPGROUPS + warpgroup;
     float* sums = p.share_sums + (long long)number * p.shares * SHARE_SUMS + 4 * thread;
     auto each = [&](auto f) { for_fragments(dk, for_fragments(dv, 0, f), f); };
     float* own = sums + share.number * SHARE_SUMS;

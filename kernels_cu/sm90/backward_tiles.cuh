@@ -97,15 +97,16 @@ template <bool GIVEN>
 struct TangentMaps {};
 template <>
 struct TangentMaps<true> : QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV>, DOTangentMap<TDOUT> {};
-struct TensorMaps : TangentMaps<MOVED>, InputMaps, ResultMaps<WHOLE_DQ> {
+struct TensorMaps : TangentMaps<MOVED>, InputMaps, ResultMaps<WHOLE_DQ || WHOLE_BY_LENGTH> {
     int map_out;  // 0 where a result lies as no map can tell
 };
 
 using Queries = QueryWalk<ROWS, CLUSTER_KEYS>;
 using AddingTiles = KeyWalk<CLUSTER_KEYS, ROWS>;  // of a tile of queries: those of keys that add to its dQ
 
-// Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: some of them
-// (backward_shares.cuh). Packed sequences are one, and what is said of its tiles is said of their places.
+// Of a head of K and V, the query tiles of all heads that share it, head by head; SHARES: of the heads behind the first
+// `whole_heads` some of them (backward_shares.cuh). Packed sequences are one, and what is said of its tiles is said of
+// their places.
 struct Share {
     int kv_head;  // over all batch entries
     int number;   // which share of it
@@ -113,18 +114,20 @@ struct Share {
 
     // `n` numbers the shares of all heads.
     __device__ Share(const Params& p, int n) : kv_head(n), number(0), tiles{0, query_tiles(p)} {
-        if (!SHARES) return;
-        kv_head = n / p.shares, number = n % p.shares;
+        if (!SHARES || n < p.whole_heads) return;
+        n -= p.whole_heads;
+        kv_head = p.whole_heads + n / p.shares, number = n % p.shares;
         long long all = tiles.end;
         tiles = {int(number * all / p.shares), int((number + 1) * all / p.shares)};
     }
 
     // How many there are, and the most query tiles that one has.
     __device__ static int count(const Params& p) {
-        return KeyTiles<CLUSTER_KEYS>::all_heads(p) * (SHARES ? p.shares : 1);
+        int heads = KeyTiles<CLUSTER_KEYS>::all_heads(p);
+        return SHARES ? p.whole_heads + (heads - p.whole_heads) * p.shares : heads;
     }
     __device__ static int most_tiles(const Params& p) {
-        return tiles_in(query_tiles(p), SHARES ? p.shares : 1);
+        return tiles_in(query_tiles(p), SHARES && p.whole_heads == 0 ? p.shares : 1);
     }
 
     // Its first query tile, among those of all heads.
@@ -134,10 +137,21 @@ struct Share {
     __device__ static int query_tiles(const Params& p) { return QueryTiles<ROWS>::of_head(p) * group_of(p); }
 };
 
-// How many rows of a tile of K and V are loaded, of those that a sequence has from there on.
-__device__ inline int loaded_keys(int keys) {
-    if constexpr (!WHOLE_BY_LENGTH) return KEYS;
-    return min(KEYS, tiles_in(max(0, keys), BOX_KEYS) * BOX_KEYS);
+// Whether maps of packed arrays have windows, so that boxes end with a sequence.
+constexpr bool WINDOWS = PACKED_K && !WIDE;
+
+// Where boxes begin, given the place of the first row.
+__device__ inline auto box_of_keys(const Params& p, const Head& head, InMap at, int key) {
+    if constexpr (WINDOWS)
+        return at.in_window(head.keys(p) - key);
+    else
+        return at;
+}
+__device__ inline auto box_of_queries(const Params& p, const Head& head, InMap at, int query) {
+    if constexpr (WINDOWS)
+        return at.in_window(head.queries(p) - query);
+    else
+        return at;
 }
 
 // Whether the first key tile has all keys of a head. What it computes of dQ is all of it then, and leaves as rows
@@ -182,7 +196,7 @@ struct KeyTile {
     }
 
     __device__ bool none() const { return share == -1; }
-    __device__ int kv_head(const Params& p) const { return SHARES ? share / p.shares : share; }
+    __device__ int kv_head(const Params& p) const { return Share(p, share).kv_head; }
     __device__ Head head(const Params& p) const { return lengths.head(p, kv_head(p)); }
     __device__ Range keys(const Params& p) const { return head(p).key_tile<CLUSTER_KEYS>(p, number); }
 
@@ -454,7 +468,8 @@ struct DQCounters {
         if (number == 0) p.counters[0] = *ticket = 0;
         if (number < Share::count(p)) clear[number] = 0;
         added[number] = 0;
-        int sums = SHARES ? KeyTiles<CLUSTER_KEYS>::of_head(p) * p.heads_k * p.batch * CLUSTER * WARPGROUPS : 0;
+        int divided = SHARES ? p.heads_k * p.batch - p.whole_heads : 0;  // heads
+        int sums = KeyTiles<CLUSTER_KEYS>::of_head(p) * divided * CLUSTER * WARPGROUPS;
         for (int i = number; i < sums; i += gridDim.x) left[i] = 0;
     }
 

@@ -135,7 +135,7 @@ struct WideConsumer {
             if constexpr (SPLIT_KEYS) add_far_dq(dq, moved);
         }
         s.d.wait_full();
-        clear_queries(s.row_values(), warpgroup, Nothing(), s.do_tile());
+        clear_queries(s.row_values(), warpgroup, ROWS, Nothing(), s.do_tile());
         start_ABt<DOT_V>(ds, do_tile, 0, my_values);
         // P = exp(S - lse), under dP = dO V^T
         if (!CLUSTERED) read_rows(s.row_values());
@@ -223,7 +223,7 @@ struct WideConsumer {
         next.q.go_to(steps + 1);
         if (--left > 0) {
             next.q.wait_full();
-            clear_queries(next.row_values(), warpgroup, Nothing(), next.q_tile());
+            clear_queries(next.row_values(), warpgroup, ROWS, Nothing(), next.q_tile());
         }
         if (CLUSTERED) read_rows(next.row_values());
         start_ABt<DOT>(scores, QTile{next.q_tile().base + moved}, 0, my_keys);
@@ -303,8 +303,8 @@ struct WideConsumer {
             tile.store(map, head.to_key(first, column), threadIdx.x % 128 == 0);
             tma_commit();
         } else {
-            store_rows<KEYS / 4>(tile, warp() * (KEYS / 4), head.key_row(to, strides, first) + column, strides.row,
-                                 head.key_rows(p) - first, columns - column);
+            store_rows<KEYS / 4, !PACKED_K>(tile, warp() * (KEYS / 4), head.key_row(to, strides, first) + column,
+                                            strides.row, head.key_rows(p) - first, columns - column);
         }
     }
     __device__ void store_dv(const KeyTile& t, int part) {
@@ -340,7 +340,7 @@ struct WideConsumer {
             }
             if (left > 0) {
                 s.q.wait_full();
-                clear_queries(s.row_values(), warpgroup, Nothing(), s.q_tile());
+                clear_queries(s.row_values(), warpgroup, ROWS, Nothing(), s.q_tile());
             }
             if (CLUSTERED) read_rows(s.row_values());
             start_ABt<DOT>(scores, s.q_tile(), 0, my_keys);

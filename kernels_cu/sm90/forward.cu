@@ -158,13 +158,8 @@ struct Consumer {
         fence_async();
         sync_threads<128>(1 + warpgroup);
     }
-    // And behind the end of a sequence, as tensor maps have them behind that of an array. Of Q, mask and bias that is
-    // for the votes of a warp's rows alone: no row's bits follow from another sequence.
-    __device__ void clear_queries() {
-        int queries = tile.head.queries(p) - tile.queries.begin;
-        if (queries >= HEAD_ROWS) return;
-        clear_behind<64>(s.q_tile().from(first_row), [&](int row) { return (first_row + row) % HEAD_ROWS >= queries; });
-    }
+    // And of mask and bias behind the end of a sequence, as tensor maps have them behind that of an array: for the
+    // votes of a warp's rows. No row's bits follow from another sequence.
     __device__ void clear_pairs() {
         int begin = max(warp_row, tile.head.queries(p) - tile.queries.begin);
         if (begin >= warp_row + 16) return;
@@ -172,12 +167,13 @@ struct Consumer {
         fence_async();  // what the next tile overwrites
         __syncwarp();
     }
-    // Of V, or K, of a tile that has keys that no query sees by position, or others behind the end: the first of a
-    // walk, or the last.
+    // Of V, or K, of a tile that has keys that no query sees by position, or others behind the end, which no map leaves
+    // out: the first of a walk, or the last.
     __device__ bool hangs_over(int step) const {
-        if (!K_ENDS) return false;
+        if (!K_ENDS || (PACKED_K && !walk::BOUND_FIRST)) return false;
         Range live = tile.head.live_keys(p);
-        return live.end < (own.tile(step) + 1) * KEYS || (walk::BOUND_FIRST && own.tile(step) * KEYS < live.begin);
+        return (!PACKED_K && live.end < (own.tile(step) + 1) * KEYS) ||
+               (walk::BOUND_FIRST && own.tile(step) * KEYS < live.begin);
     }
     __device__ bool ends_a_walk(int step) const {
         return K_ENDS && walk::BOUND_FIRST && own.after(step) == 0 && hangs_over(step);
@@ -186,13 +182,9 @@ struct Consumer {
     __device__ void clear_keys(int step, Tile of) {
         Range live = tile.head.live_keys(p);
         int first = own.tile(step) * KEYS;
-        clear_behind<KEYS>(of, [&](int key) {
-            return first + key >= live.end || (walk::BOUND_FIRST && first + key < live.begin);
-        });
-    }
-    template <int COUNT, class Tile, class F>
-    __device__ void clear_behind(Tile tile, F behind) {
-        DeadRows<COUNT>(behind).template clear_many<4>(tile, threadIdx.x / 32 % 4);
+        DeadRows<KEYS> dead(
+            [&](int key) { return first + key >= live.end || (walk::BOUND_FIRST && first + key < live.begin); });
+        dead.template clear_many<4>(of, threadIdx.x / 32 % 4);
         fence_async();
         sync_threads<128>(1 + warpgroup);
     }
@@ -214,7 +206,7 @@ struct Consumer {
     // O so far, where sums are long.
     __device__ void put_away() {
         sums.put_away(s.sums(), warpgroup, o, [&] {
-            if (!O_STAGED || !maps.map_out) return;  // else the tile before leaves from there
+            if (!O_STAGED) return;  // else the tile before leaves from there
             if (threadIdx.x % 128 == 0) tma_wait_read();
             sync_threads<128>(1 + warpgroup);
         });
@@ -343,17 +335,8 @@ struct Consumer {
                 int n = x.head - of.head.q;
                 return n < heads && x.i < queries ? out + n * p.out_strides.head + x.i * p.out_strides.row : nullptr;
             });
-        } else if (O_STAGED && maps.map_out && whole(of)) {
-            bool storer = threadIdx.x % 128 == 0;
-            if (storer) tma_wait_read();
-            sync_threads<128>(1 + warpgroup);
-            store_rounded(o, s.o_tile(), warp_row, 0);
-            fence_async();
-            sync_threads<128>(1 + warpgroup);
-            if (storer) {
-                s.o_tile().from(first_row).store(maps.out, of.head.to_query(of.queries.begin + first_row, column));
-                tma_commit();
-            }
+        } else if constexpr (O_STAGED) {
+            store_staged(p, maps, s, o, warpgroup, of, p.out, p.out_strides, column);
         } else {
             const Strides& to = p.out_strides;
             Out* out = of.head.query_row(p.out, to) + column;
@@ -368,10 +351,6 @@ struct Consumer {
             else
                 store_rows(o, vectors, p.dim_v - column, target);
         }
-    }
-    // Whether all of the warpgroup's rows are the tile's: a box has nothing of another sequence.
-    __device__ bool whole(const Tile& of) const {
-        return !Q_ENDS || of.queries.begin + first_row + 64 <= of.head.queries(p);
     }
     __device__ long long row_number(const Tile& of, const Pair& x) const {
         return of.head.other(x.head).row_number(p, x.i);
@@ -389,7 +368,6 @@ struct Consumer {
             s.q.wait_full();
             if (NEXT_Q) before = tile, softmax_before = softmax, sums_before = sums;
             more = s.told(p, tile, schedule);
-            if (Q_ENDS && more) clear_queries();
             Range q{queries().begin, min(queries().end, tile.head.queries(p))};
             Range keys = Band{p, tile.head}.keys_of(q);
             all = walk_of(p, tile);

@@ -11,9 +11,9 @@ using namespace config;
 
 constexpr int HEAD_ROWS = ROWS / PACK;  // where queries are few, heads that share K and V share a tile: rows of each
 
-// Whether rows behind the end of a tile may be those of another sequence, or stale: of Q, and of K and V, among which
-// are also those that no query of their sequence sees. (Else none are there, and the tensor map, or what turned V, has
-// zeros.)
+// Whether rows behind the end of a tile may be those of another sequence, or stale: of arrays over queries, and of K
+// and V, among which are also those that no query of their sequence sees. (Else none are there, and the tensor map, or
+// what turned V, has zeros. So it has behind the end of packed Q, K and V: their maps are of windows.)
 constexpr bool Q_ENDS = PACKED_Q, K_ENDS = PACKED_K || LENGTHS ||
                                            (SHIFTS && sizeof(In) > 1 && (walk::BOUND_FIRST || walk::BOUND_LAST));
 
@@ -32,7 +32,12 @@ struct KeyPlaces {
     template <class Tile>
     __device__ void load(const Params& p, Tile tile, const TensorMap& map, unsigned barrier, int key, const Head& head,
                          int column = 0) const {
-        if (leads()) tile.load(map, barrier, head.at_key(p, key, column));
+        if (!leads()) return;
+        InMap at = head.at_key(p, key, column);
+        if constexpr (PACKED_K)
+            tile.load(map, barrier, at.in_window(head.live_keys(p).end - key));
+        else
+            tile.load(map, barrier, at);
     }
 };
 template <>

@@ -290,6 +290,41 @@ __device__ inline void schedule_tiles(const Params& p, Shared& s) {
     }
 }
 
+// O_STAGED: a warpgroup's rows of a result, rounded, from `column` on: in a box or, where no map can tell how the array
+// lies, row by row.
+template <class T>
+__device__ void store_staged(const Params& p, const TensorMaps& maps, Shared& s, const Accumulator<1, DIM_V / 8>& o,
+                             int warpgroup, const Tile& tile, T* array, const Strides& strides, int column = 0) {
+    bool storer = threadIdx.x % 128 == 0;
+    int first_row = 64 * warpgroup, warp_row = first_row + threadIdx.x / 32 % 4 * 16;
+    if (maps.map_out) {
+        if (storer) tma_wait_read();
+        sync_threads<128>(1 + warpgroup);
+        store_rounded(o, s.o_tile(), warp_row, 0);
+        fence_async();
+        sync_threads<128>(1 + warpgroup);
+        if (storer) {
+            InMap at = tile.head.to_query(tile.queries.begin + first_row, column);
+            if constexpr (PACKED_Q)
+                s.o_tile().from(first_row).store(
+                    maps.out, at.in_window(tile.queries.end - tile.queries.begin - first_row));
+            else
+                s.o_tile().from(first_row).store(maps.out, at);
+            tma_commit();
+        }
+    } else {  // the warp's rows are its own, but for sums of the others, who have taken them
+        if constexpr (SUM_TILES > 0)
+            sync_threads<128>(1 + warpgroup);
+        else
+            __syncwarp();
+        store_rounded(o, s.o_tile(), warp_row, 0);
+        __syncwarp();
+        T* out = tile.head.query_row(array, strides, tile.queries.begin) + column;
+        store_rows<16, true>(s.o_tile(), warp_row, out, strides.row, tile.head.queries(p) - tile.queries.begin,
+                             p.dim_v - column);
+    }
+}
+
 // The producer, LOADERS threads. K is a tile ahead of V, with NEXT_Q over the end of a tile of queries, too. (A
 // template since not all kernels have maps of tangents.)
 template <class Maps>
@@ -343,7 +378,11 @@ __device__ void load(const Params& p, const Maps& maps, Shared& s) {
             mbarrier_arrive_expect(s.q.full(), Q_BYTES / Q_PARTS);
             int first = ROWS / Q_PARTS * part;
             InMap at = tile.head.at_query(p, tile.queries.begin + first);
-            s.q_tile().from(first).load(maps.q, s.q.full(), at);
+            if constexpr (PACKED_Q)
+                s.q_tile().from(first).load(
+                    maps.q, s.q.full(), at.in_window(tile.queries.end - tile.queries.begin - first));
+            else
+                s.q_tile().from(first).load(maps.q, s.q.full(), at);
             if constexpr (TQ) s.tq_tile().from(first).load(maps.tq, s.q.full(), at);
         });
         s.q.advance();

@@ -288,25 +288,12 @@ struct Consumer {
     }
 
     __device__ void store() {
-        int queries = tile.head.queries(p);
-        if (O_STAGED && maps.map_out) {
-            bool storer = threadIdx.x % 128 == 0;
-            if (storer) tma_wait_read();
-            sync_threads<128>(1 + warpgroup);
-            store_rounded(o, s.o_tile(), warp_row, 0);
-            fence_async();
-            sync_threads<128>(1 + warpgroup);
-            if (storer) {
-                s.o_tile().from(first_row).store(maps.out, tile.head.to_query(tile.queries.begin + first_row));
-                tma_commit();
-            }
-            return;
-        }
+        if constexpr (O_STAGED) return store_staged(p, maps, s, o, warpgroup, tile, p.tout, p.tout_strides);
         Out* to = tile.head.query_row(p.tout, p.tout_strides);
         bool vectors = aligned(to, p.tout_strides.row, p.dim_v);
         store_rows(o, vectors, p.dim_v, [&](int row) {
             int i = tile.queries.begin + warp_row + row;
-            return i < queries ? to + i * p.tout_strides.row : nullptr;
+            return i < tile.head.queries(p) ? to + i * p.tout_strides.row : nullptr;
         });
     }
 

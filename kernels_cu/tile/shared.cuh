@@ -116,19 +116,27 @@ __device__ inline void copy_shared<double>(double* to, unsigned from) {
 }
 
 // Write the warp's rows [first, first + COUNT) of a tile to global memory, where they are rows of `cols` elements.
-template <int COUNT, class Tile, class T>
+// RARE: the loop is not unrolled, for NVRTC's time.
+template <int COUNT, bool RARE = false, class Tile, class T>
 __device__ void store_rows(Tile tile, int first, T* target, long long row_stride, int rows, int cols) {
     int lane = threadIdx.x % 32;
     bool vectors = aligned(target, row_stride, cols);
     constexpr int EACH = VECTOR<T>, CHUNKS = Tile::COLUMNS / EACH;
-    for (int i = lane; i < COUNT * CHUNKS; i += 32) {
+    auto store = [&](int i) {
         int row = first + i / CHUNKS, col = i % CHUNKS * EACH;
-        if (row >= rows || col >= cols) continue;
+        if (row >= rows || col >= cols) return;
         T* to = target + row * row_stride + col;
         if (vectors) {
             *(uint4*)to = load_shared_16(tile.address(row, col));
         } else {
+#pragma unroll 1
             for (int c = 0; c < min(EACH, cols - col); c++) copy_shared(to + c, tile.address(row, col + c));
         }
+    };
+    if constexpr (RARE) {
+#pragma unroll 1
+        for (int i = lane; i < COUNT * CHUNKS; i += 32) store(i);
+    } else {
+        for (int i = lane; i < COUNT * CHUNKS; i += 32) store(i);
     }
 }

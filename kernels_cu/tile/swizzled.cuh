@@ -42,13 +42,10 @@ struct SwizzledTile {
         for (int b = 0; b < BLOCKS; b++)
             tma_load(base + b * BLOCK_BYTES, map, barrier, at.column + WIDTH * b, at.row, at.head, at.batch);
     }
-
-    // The same of its first `rows` by boxes of so many.
-    template <int BOX_ROWS>
-    __device__ void load_rows(const TensorMap& map, unsigned barrier, InMap at, int rows) const {
-        static_assert(BOX_ROWS % 8 == 0);
-#pragma unroll 1
-        for (int first = 0; first < rows; first += BOX_ROWS) from(first).load(map, barrier, at.down(first, 0));
+    __device__ void load(const TensorMap& map, unsigned barrier, InWindow at) const {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+            tma_load_window(base + b * BLOCK_BYTES, map, barrier, at.column + WIDTH * b, at.row, at.head, at.entry);
     }
 
     // And store it, by one thread, which says `yes`.
@@ -56,6 +53,11 @@ struct SwizzledTile {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
             tma_store(map, base + b * BLOCK_BYTES, at.column + WIDTH * b, at.row, at.head, at.batch, yes);
+    }
+    __device__ void store(const TensorMap& map, InWindow at) const {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++)
+            tma_store_window(map, base + b * BLOCK_BYTES, at.column + WIDTH * b, at.row, at.head, at.entry);
     }
 
     // The tile for `down_columns` in a block of a cluster, whose rank is in the upper bits of its addresses: they would
@@ -135,16 +137,22 @@ __device__ void was_read(const Operand<K>& a) {
         for (int i = 0; i < 4; i++) mark_read(a.x[k][i]);
 }
 
-// Products in the background: `sum` = A B or, with ADD, += A B, over K; a(k) and b(k) describe STEP of K.
+// Products in the background: `sum` = A B or, with ADD, += A B, over K; a(k) and b(k) describe STEP of K, the first of
+// four that lie behind each other. Up to six steps go one by one: descriptors of so few stay in uniform registers from
+// tile to tile, and no instruction comes between the products.
 constexpr bool ADD = true;
 
 template <int K, bool ADD, int TRANSPOSED_A, int TRANSPOSED_B, int N, class A, class B>
 __device__ void start_product(Accumulator<1, N>& sum, A a, B b) {
+    constexpr int ALL = K / STEP<Product>, AT_ONCE = ALL > 6 ? 4 : 1;
     wgmma_fence();
-    if constexpr (!ADD) wgmma_start<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(0), b(0), Product());
-#pragma unroll
-    for (int k = ADD ? 0 : 1; k < K / STEP<Product>; k++)
-        wgmma<TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(k), b(k), Product());
+    for_constants<(ALL + AT_ONCE - 1) / AT_ONCE>([&](auto n) {
+        constexpr int FIRST = AT_ONCE * decltype(n)::value, STEPS = ALL - FIRST < AT_ONCE ? ALL - FIRST : AT_ONCE;
+        if constexpr (ADD || FIRST > 0)
+            wgmma<STEPS, TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(FIRST), b(FIRST), Product());
+        else
+            wgmma_start<STEPS, TRANSPOSED_A, TRANSPOSED_B>(sum.x[0], a(FIRST), b(FIRST), Product());
+    });
     wgmma_commit();
 }
 

@@ -11,9 +11,10 @@ namespace on_cpu {
 struct MapText {
     unsigned long long magic;
     char* base;
-    long long shape[4];    // columns, rows, heads, batch
-    long long strides[3];  // bytes, of the last three
-    int box[4];
+    long long shape[5];    // columns, rows, heads, batch or entries, and what takes back
+    long long strides[4];  // bytes, of all but columns
+    int box[3];
+    int axes;
     int size;  // bytes of an element
 };
 constexpr unsigned long long MAP_MAGIC = 0x70614d20726f736e;  // "nsor Map"
@@ -22,7 +23,7 @@ constexpr unsigned long long MAP_MAGIC = 0x70614d20726f736e;  // "nsor Map"
 // beyond a row's end are null, of a `store` only from the next multiple of 16 bytes on.
 template <class F>
 void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column, int row, int head, int batch,
-                 bool store, F f) {
+                 int back, bool store, F f) {
     MapText m;
     memcpy(&m, map.bytes, sizeof m);
     if (store) m.shape[0] = (m.shape[0] * m.size + 15) / 16 * 16 / m.size;
@@ -31,33 +32,34 @@ void each_of_box(const TensorMap& map, char* memory, unsigned shared, int column
             for (int c = 0; c < m.box[0]; c++) {
                 unsigned to = shared + (h * m.box[1] + r) * 128 + c * m.size;
                 to ^= (to >> 7 & 7) << 4;
-                long long place[4] = {column + c, row + r, head + h, batch};
-                char* from = m.base + m.size * place[0];
+                long long place[5] = {column + c, (long long)row + r, head + h, batch, back};
+                auto from = (unsigned long long)m.base + m.size * place[0];
                 bool inside = true;
-                for (int i = 0; i < 4; i++) {
+                for (int i = 0; i < 5; i++) {
                     inside &= place[i] >= 0 && place[i] < m.shape[i];
-                    if (i) from += place[i] * m.strides[i - 1];
+                    if (i) from += (unsigned long long)place[i] * m.strides[i - 1];
                 }
-                f(inside ? from : nullptr, memory + to, m.size);
+                f(inside ? (char*)from : nullptr, memory + to, m.size);
             }
 }
 
 // What the driver and the instruction ask of an array and of a box that begins at this column; the box's bytes.
-inline int map_bytes(const TensorMap& map, int column) {
+inline int map_bytes(const TensorMap& map, int column, int axes) {
     MapText m;
     memcpy(&m, map.bytes, sizeof m);
     if (m.magic != MAP_MAGIC) fail("there is no tensor map");
+    if (m.axes != axes) fail("a tensor map of %d axes, where %d are asked for", m.axes, axes);
     bool aligned = (unsigned long long)m.base % 16 == 0 && (long long)column * m.size % 16 == 0;
     for (long long stride : m.strides) aligned &= stride % 16 == 0 && stride > 0 && stride < 1ll << 40;
     if (!aligned) fail("a tensor map or a column (%d) that does not lie at 16 bytes", column);
     for (long long length : m.shape)
         if (length < 1 || length > 1ll << 32) fail("a tensor map with a length of %lld", length);
-    if (m.box[0] * m.size != 128 || m.box[3] != 1 || m.box[1] < 1 || m.box[1] > 256)
-        fail("a box of %d columns, %d rows, %d heads, %d batches", m.box[0], m.box[1], m.box[2], m.box[3]);
+    if (m.box[0] * m.size != 128 || m.box[1] < 1 || m.box[1] > 256)
+        fail("a box of %d columns, %d rows, %d heads", m.box[0], m.box[1], m.box[2]);
     return 128 * m.box[1] * m.box[2];
 }
-inline int box_bytes(const TensorMap& map, unsigned shared, int column) {
-    int bytes = map_bytes(map, column);
+inline int box_bytes(const TensorMap& map, unsigned shared, int column, int axes) {
+    int bytes = map_bytes(map, column, axes);
     at(*me->block, shared, bytes, 128);
     return bytes;
 }
@@ -81,44 +83,62 @@ inline void tma_prefetch(const TensorMap& map) {}
 
 // It reads the box: what lies in the map and not in memory that is there is a fault.
 inline void tma_prefetch(const TensorMap& map, int column, int row, int head, int batch) {
-    on_cpu::map_bytes(map, column);
-    on_cpu::each_of_box(map, nullptr, 0, column, row, head, batch, false,
+    on_cpu::map_bytes(map, column, 4);
+    on_cpu::each_of_box(map, nullptr, 0, column, row, head, batch, 0, false,
                         [](const char* from, char*, int) { if (from) (void)*(const volatile char*)from; });
 }
 
-inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
-                     int batch) {
-    char* memory = on_cpu::me->block->memory;
-    int bytes = on_cpu::box_bytes(map, shared, column);
-    on_cpu::note_hardware(*on_cpu::me->block, shared, bytes, true);
-    on_cpu::Mbarrier* b = &on_cpu::mbarrier(barrier);
-    shared &= on_cpu::OFFSET;
-    on_cpu::in_background([=] {
-        on_cpu::each_of_box(map, memory, shared, column, row, head, batch, false,
-                            [](const char* from, char* to, int size) {
-                                if (from)
-                                    memcpy(to, from, size);
-                                else
-                                    memset(to, 0, size);
-                            });
+namespace on_cpu {
+inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head, int batch,
+                     int back, int axes) {
+    char* memory = me->block->memory;
+    int bytes = box_bytes(map, shared, column, axes);
+    note_hardware(*me->block, shared, bytes, true);
+    Mbarrier* b = &mbarrier(barrier);
+    shared &= OFFSET;
+    in_background([=] {
+        each_of_box(map, memory, shared, column, row, head, batch, back, false,
+                    [](const char* from, char* to, int size) {
+                        if (from)
+                            memcpy(to, from, size);
+                        else
+                            memset(to, 0, size);
+                    });
         b->complete(bytes);
     });
 }
 
+inline void store_box(const TensorMap& map, unsigned shared, int column, int row, int head, int batch, int back,
+                      int axes) {
+    char* memory = me->block->memory;
+    auto box = std::make_shared<std::vector<char>>(box_bytes(map, shared, column, axes));
+    note_hardware(*me->block, shared, box->size(), false);
+    shared &= OFFSET;
+    store_later([=] { memcpy(box->data(), memory + shared, box->size()); },
+                [=] {
+                    each_of_box(map, box->data() - shared, shared, column, row, head, batch, back, true,
+                                [](char* to, const char* from, int size) {
+                                    if (to) memcpy(to, from, size);
+                                });
+                });
+}
+}  // namespace on_cpu
+
+inline void tma_load(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
+                     int batch) {
+    on_cpu::load_box(shared, map, barrier, column, row, head, batch, 0, 4);
+}
 inline void tma_store(const TensorMap& map, unsigned shared, int column, int row, int head, int batch,
                       bool yes = true) {
-    if (!yes) return;
-    char* memory = on_cpu::me->block->memory;
-    auto box = std::make_shared<std::vector<char>>(on_cpu::box_bytes(map, shared, column));
-    on_cpu::note_hardware(*on_cpu::me->block, shared, box->size(), false);
-    shared &= on_cpu::OFFSET;
-    on_cpu::store_later([=] { memcpy(box->data(), memory + shared, box->size()); },
-                        [=] {
-                            on_cpu::each_of_box(map, box->data() - shared, shared, column, row, head, batch, true,
-                                                [](char* to, const char* from, int size) {
-                                                    if (to) memcpy(to, from, size);
-                                                });
-                        });
+    if (yes) on_cpu::store_box(map, shared, column, row, head, batch, 0, 4);
+}
+
+inline void tma_load_window(unsigned shared, const TensorMap& map, unsigned barrier, int column, int row, int head,
+                            int entry) {
+    on_cpu::load_box(shared, map, barrier, column, row, head, entry, 1 << 30, 5);
+}
+inline void tma_store_window(const TensorMap& map, unsigned shared, int column, int row, int head, int entry) {
+    on_cpu::store_box(map, shared, column, row, head, entry, 1 << 30, 5);
 }
 
 inline void bulk_load(unsigned shared, const void* global, int bytes, unsigned barrier) {

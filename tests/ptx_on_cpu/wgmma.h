@@ -131,13 +131,26 @@ void wgmma_wait() {
     on_cpu::together("wgmma_wait", nothing, [](int**) { on_cpu::my_warp().products.finish(PENDING); });
 }
 
-template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0, int N, class T>
-void wgmma_start(float (&d)[N][4], unsigned long long a, unsigned long long b, T) {
-    on_cpu::start_product<T>("wgmma_start", 8 * N, d[0], nullptr, a, b, false, TRANSPOSED_A, TRANSPOSED_B);
+namespace on_cpu {
+
+// Steps of K of one statement: each goes on by 16 rows, or by 32 bytes.
+template <class T, int STEPS, int TRANSPOSED_A, int TRANSPOSED_B>
+void start_steps(const char* name, int n, float* d, unsigned long long a, unsigned long long b, bool add) {
+    static_assert(STEPS >= 1 && STEPS <= 4);
+    for (int k = 0; k < STEPS; k++)
+        start_product<T>(name, n, d, nullptr, a + k * (TRANSPOSED_A ? 128 : 2), b + k * (TRANSPOSED_B ? 128 : 2),
+                         add || k > 0, TRANSPOSED_A, TRANSPOSED_B);
 }
-template <int TRANSPOSED_A = 0, int TRANSPOSED_B = 0, int N, class T>
+
+}  // namespace on_cpu
+
+template <int STEPS = 1, int TRANSPOSED_A = 0, int TRANSPOSED_B = 0, int N, class T>
+void wgmma_start(float (&d)[N][4], unsigned long long a, unsigned long long b, T) {
+    on_cpu::start_steps<T, STEPS, TRANSPOSED_A, TRANSPOSED_B>("wgmma_start", 8 * N, d[0], a, b, false);
+}
+template <int STEPS = 1, int TRANSPOSED_A = 0, int TRANSPOSED_B = 0, int N, class T>
 void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, T) {
-    on_cpu::start_product<T>("wgmma", 8 * N, d[0], nullptr, a, b, true, TRANSPOSED_A, TRANSPOSED_B);
+    on_cpu::start_steps<T, STEPS, TRANSPOSED_A, TRANSPOSED_B>("wgmma", 8 * N, d[0], a, b, true);
 }
 template <int TRANSPOSED_B = 1, int N, class T>
 void wgmma_start(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, T) {

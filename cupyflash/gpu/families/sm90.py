@@ -10,6 +10,7 @@ from ...passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from ...problem import FLOAT8, AttentionProblem
 from ..device import Arch
 from ..kernel_plan import PAIRWISE, KernelPlan, Tiles
+from ..tensormap import WINDOW
 from . import (
     sm90_backward,
     sm90_backward_jvp,
@@ -32,6 +33,8 @@ def objection(problem: AttentionProblem, arch: Arch, of: Pass) -> str | None:
         return f"{why} with {FLOAT8}" if problem.dtype == FLOAT8 else why
     if of is BACKWARD and (problem.rows_q is None) != (problem.rows_k is None):
         return "has no backward of packed sequences on one side alone"
+    if max(problem.rows_q or 0, problem.rows_k or 0) > WINDOW:
+        return f"takes packed arrays of up to {WINDOW} rows"
     if problem.page is not None and problem.page % PAGE_ROWS:
         return f"takes pages of a multiple of {PAGE_ROWS} rows, not {problem.page}"
     if problem.ragged and (problem.seq_k == 0 or (problem.page is not None and problem.pages == 0)):

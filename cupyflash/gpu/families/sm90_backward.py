@@ -45,7 +45,6 @@ COLUMN_SPILLS = 176  # more, where columns are shared out: where lie what is sen
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 CLUSTER_BARRIERS = 64  # bytes more, of what the blocks of a cluster send to each other
 FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
-BOX_KEYS = 16  # of short sequences
 FEW_COLUMNS = 64  # with more, what scores take leaves no registers for rows of dQ
 FEW_ADD = 8  # key tiles to each tile of dQ, in a window of no more than this part of the keys
 
@@ -149,16 +148,18 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
     check_tiles("k", problem, all_keys)
     check_tiles("q", problem, all_queries)
-    consumers = all_keys * cluster * t.warpgroups  # that own keys
+    of_head = all_keys // max(1, kv_heads)
     share_sums = 128 * t.sums(dim, dim_v)  # numbers that one of them leaves in memory, where queries are in shares
-    shares = cost.shares(problem, t, clusters, 4 * consumers * share_sums)
-    together, resident = cost.dealt_out(problem, likely, t, shares, clusters)
-    summed = consumers if shares > 1 else 0
-    first_stores = not whole and shares == 1 and cluster == 1 and _few_add(problem, t)
+    consumers = of_head * cluster * t.warpgroups  # that own keys of a head
+    dealt = cost.shares(problem, t, clusters, 4 * consumers * share_sums)
+    heads = dealt.count(kv_heads)  # or shares of their queries
+    together, resident = cost.dealt_out(problem, likely, t, dealt, clusters)
+    in_shares = dealt.shares > 1
+    summed = consumers * (kv_heads - dealt.whole) if in_shares else 0
+    first_stores = not whole and not in_shares and cluster == 1 and _few_add(problem, t)
     parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     ordered = cost.ordered(problem, likely, t)
     short = some_have_all_keys(problem, t) and not (max(dim, dim_v) > FEW_COLUMNS and _busy(problem))
-    box = BOX_KEYS if short else t.keys  # rows of K and V that are loaded at once
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
         *((name, min(n, own)) for (name, n), own in zip(dots(problem), (dim, dim_v))),
@@ -169,30 +170,31 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("SHARED_MEMORY", size),
         *pairs.constants(), *features(problem), ("DETERMINISTIC", problem.deterministic and not whole),
         ("FIRST_STORES", first_stores), ("VECTOR_RED", True),
-        ("SHARES", shares > 1), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False),
-        ("WHOLE_BY_LENGTH", short), ("BOX_KEYS", box),
+        ("SHARES", in_shares), ("SHARE_SUMS", share_sums), ("WHOLE_DQ", whole), ("MOVED", False),
+        ("WHOLE_BY_LENGTH", short),
         ("ORDERED", ordered), ("BY_VISITS", ordered and cost.by_visits(problem, together)),
     )  # fmt: skip
     launches = (
         Launch("attention_backward_prepare", all_queries + ordered, 128),
-        Launch("attention_backward", cluster * min(all_keys * shares, clusters), 128 * (t.warpgroups + 1), size),
+        Launch("attention_backward", cluster * min(of_head * heads, clusters), 128 * (t.warpgroups + 1), size),
     )
     workspace = [
         Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, 2, t.rows), t.rows),  # and lse
-        Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, shares), t.rows * columns * dim)),
-        Workspace("counters", "uint32", (2 + kv_heads * shares + all_queries + max(summed, first_stores),)),
-        Workspace("share_sums", "float32", (summed * shares, share_sums)),
+        Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, dealt.most), t.rows * columns * dim)),
+        Workspace("counters", "uint32", (2 + heads + all_queries + max(summed, first_stores),)),
+        Workspace("share_sums", "float32", (summed * dealt.shares, share_sums)),
     ]
     if ordered:
         lines = 1 + places(problem, problem.rows_k or 0, keys) + places(problem, problem.rows_q or 0, t.rows)
         workspace.append(Workspace("order", "uint32", (ORDERED_WORDS * lines,)))
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
+    boxes = [("q", t.rows), ("k", t.keys), ("v", t.keys), ("dout", t.rows), ("dk", out_rows), ("dv", out_rows)]
+    boxes += [("dq", t.part_rows(dim))] * (whole or short)
     maps = (
-        *pairs.boxes(t.rows), Box("q", t.rows), Box("k", box), Box("v", box), Box("dout", t.rows),
-        Box("dk", out_rows),
-        Box("dv", out_rows), *([Box("dq", t.part_rows(dim))] if whole else []),
-    )  # fmt: skip
-    spills = t.spills + (shares > 1) * SHARE_SPILLS + whole * WHOLE_SPILLS
+        *pairs.boxes(t.rows),
+        *(Box(name, n, windows=problem.rows_k is not None and not t.wide) for name, n in boxes),
+    )
+    spills = t.spills + in_shares * SHARE_SPILLS + whole * WHOLE_SPILLS
     spills += COLUMN_SPILLS * (columns > 1)
     spills += LISTED_SPILLS * (problem.block_mask is not None) + LENGTHS_SPILLS * problem.shifts
     return KernelPlan(
@@ -202,7 +204,12 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         workspace=tuple(workspace),
         spills=spills,
         maps=maps,
-        scalars=(("together", together), ("resident", resident), ("shares", shares)),
+        scalars=(
+            ("together", together),
+            ("resident", resident),
+            ("shares", dealt.shares),
+            ("whole_heads", dealt.whole),
+        ),
         lists=both_ways(problem, t.rows, keys, "queries" if t.wide else "keys"),
         out_dtype=problem.out_dtype,
         dq_dtype=problem.dq_dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from typing import NamedTuple
 
 from ...problem import AttentionProblem
 from ..kernel_plan import allowed, ceil, places
@@ -19,7 +20,8 @@ APART = 2  # deterministic, no causal mask: steps between two key tiles of a hea
 # Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is
 # not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
 MOST_SHARES, SHARED_TILES = 32, 32
-SUMS_ROOM = 2  # times q's bytes that their sums may take, where that is much: sums of dQ take as much
+# Times q's bytes that their sums may take, where that is much: sums of dQ take as much. (Keys are in whole tiles.)
+SUMS_ROOM = 2.05
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
 # A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under work take
 # beyond what the L2 cache holds.
@@ -29,7 +31,10 @@ ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `e
 # (Measured on an H100: with 70 MB and more 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.)
 ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
 ENOUGH = 1.02  # times the least
-LONG_WALK, WORTH_SHARING = 24, 1.08  # from so many visits on, and where so much is gained by that reckoning
+# In so many shares the last heads alone: so many, or those whose key tiles are all that is under work at once.
+LAST_SHARES, LAST_HEADS = (2, 3, 4, 6), (1, 2)
+SHORT_WALK, LONG_WALK = 16, 24  # visits: with fewer sharing takes longer than it saves
+WORTH_SHARING = 1.5, 1.1  # times as fast, by that reckoning, that a short and a long walk must be
 # Packed: key tiles of sequences that are alike are listed where each has one, or so many and more, and come by what
 # visits them where Q, dO and dQ of the heads together take no more than this. Of O so many values are read in the time
 # that it takes to find the sequence of a place (reckoned).
@@ -37,22 +42,49 @@ LISTED_TILES, LISTED_CACHE, PLACE_VALUES = 3, 36 << 20, 6000
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
-def shares(problem: AttentionProblem, t: BackwardTile, clusters: int, sums: int) -> int:
-    """In how many shares the query tiles of a head of K and V are dealt out; each leaves so many bytes of sums."""
+class Dealt(NamedTuple):
+    """How query tiles are dealt out: those of the first heads of K and V whole, those of the others in shares."""
+
+    shares: int = 1
+    whole: int = 0  # heads
+
+    def count(self, heads: int) -> int:
+        """How many those of so many heads are."""
+        return self.whole + (heads - self.whole) * self.shares
+
+    @property
+    def most(self) -> int:
+        """The part of a head's query tiles that most of them have: one of so many."""
+        return 1 if self.whole else self.shares
+
+
+def shares(problem: AttentionProblem, t: BackwardTile, clusters: int, sums: int) -> Dealt:
+    """Each share of a head of K and V leaves so many bytes of sums."""
     keys, queries = cluster_keys(problem, t), problem.group * ceil(problem.seq_q, t.rows)
-    all_tiles = problem.batch * problem.heads_k * ceil(problem.seq_k, keys)
+    heads, tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, keys)
     room = allowed(problem, SUMS_ROOM) // max(1, sums)
-    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, all_tiles), queries, room)
+    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, heads * tiles), queries)
     if most < 2 or problem.block_mask is not None or problem.ragged:  # whose visits are not known here
-        return 1
+        return Dealt()
     walks = walks_of(problem, t.rows, keys)
-    if problem.group * max(map(len, walks), default=0) < LONG_WALK:
-        return 1
-    tried = [n for n in range(1, most + 1) if n <= 8 or n % 4 == 0]
-    times = {n: time_of(problem, t, walks, n, clusters) for n in tried}
-    least = min(times.values())
-    best = next(n for n in tried if times[n] <= ENOUGH * least)  # the fewest: their sums take memory
-    return best if times[best] * WORTH_SHARING < times[1] else 1
+    longest = problem.group * max(map(len, walks), default=0)
+    if longest < SHORT_WALK:
+        return Dealt()
+    worth = WORTH_SHARING[longest >= LONG_WALK]
+    alone = time_of(problem, t, walks, Dealt(), clusters)
+    even = heads * sum(problem.group * len(x) + SHARE_COST for x in walks) / clusters  # if all ended at once
+    if alone < worth * even:
+        return Dealt()
+    tried = [Dealt(n) for n in range(2, most + 1) if n <= 8 or n % 4 == 0]
+    wave = ceil(clusters, tiles)
+    for last in {*LAST_HEADS, wave, 2 * wave}:
+        tried += [Dealt(n, heads - last) for n in LAST_SHARES if last < heads and n <= queries]
+    times = {x: time_of(problem, t, walks, x, clusters) for x in tried if (heads - x.whole) * x.shares <= room}
+    least = min(times.values(), default=alone)
+    if least * worth >= alone:
+        return Dealt()
+    enough = [x for x in times if times[x] <= ENOUGH * least]
+    return min(enough, key=lambda x: (heads - x.whole) * x.shares)  # the fewest: their sums take memory
 
 
 def effort(problem: AttentionProblem, t: BackwardTile, sms: int) -> float:
@@ -77,17 +109,17 @@ def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
     return found
 
 
-def time_of(problem: AttentionProblem, t: BackwardTile, walks: list[range], shares: int, clusters: int) -> float:
+def time_of(problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int) -> float:
     """How long the backward takes, in visits of a query tile: clusters take key tiles in the order of their tickets."""
-    orders = _orders(problem, t, shares, clusters)
-    return min(_time(problem, t, walks, shares, clusters, together) for together in orders)
+    orders = _orders(problem, t, dealt, clusters)
+    return min(_time(problem, t, walks, dealt, clusters, together) for together in orders)
 
 
 def _time(
-    problem: AttentionProblem, t: BackwardTile, walks: list[range], shares: int, clusters: int, together: int
+    problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int, together: int
 ) -> float:
     """The same where key tiles of so many heads are dealt out as one."""
-    tiles, heads = ceil(problem.seq_q, t.rows), problem.batch * problem.heads_k * shares
+    tiles, shares, heads = ceil(problem.seq_q, t.rows), dealt.shares, problem.batch * problem.heads_k
 
     def before(n: int, walk: range) -> int:
         """How many of the first n query tiles, head by head, visit a key tile."""
@@ -99,53 +131,57 @@ def _time(
         for begin, end in itertools.pairwise(bounds)
     ]
     costs[-1] = [cost + (shares > 1) * shares * SUMS_COST for cost in costs[-1]]
+    whole = [problem.group * len(x) + SHARE_COST for x in walks]
+    order = [whole] * dealt.whole + costs * (heads - dealt.whole)
     busy = [0.0] * clusters
-    for first in range(0, heads, together):
+    for first in range(0, len(order), together):
         for tile in range(len(walks)):
-            for n in range(first, min(first + together, heads)):
-                heapq.heapreplace(busy, busy[0] + costs[n % shares][tile])
-    under_work = min(heads, max(together, ceil(clusters, len(walks)))) * _traffic(problem, shares)
+            for cost in order[first : first + together]:
+                heapq.heapreplace(busy, busy[0] + cost[tile])
+    under_work = min(len(order), max(together, ceil(clusters, len(walks)))) * _traffic(problem, dealt)
     if has_all_keys(problem, t):  # each is read once, and there are no sums
         return max(busy)
     spilled = SPILLED_COST * SPILLED_KEYS / cluster_keys(problem, t)  # fewer keys are fewer products of the same bytes
     return max(busy) * (1 + spilled * max(0.0, math.log2(max(1, under_work) / HELD)))
 
 
-def _traffic(problem: AttentionProblem, shares: int) -> int:
-    """Bytes of Q, dO and the sums of dQ of a share. (Sums of narrow heads have more columns, and H u reads tangents:
-    with these fewer heads would be dealt out together, which was 1 to 8 % slower on an H200.)"""
-    return ceil(problem.group * problem.seq_q, shares) * (6 * problem.dim + 2 * problem.dim_v)
+def _traffic(problem: AttentionProblem, dealt: Dealt) -> int:
+    """Bytes of Q, dO and the sums of dQ of a head or a share. (Sums of narrow heads have more columns, and H u reads
+    tangents: with these fewer heads would be dealt out together, which was 1 to 8 % slower on an H200.)"""
+    return ceil(problem.group * problem.seq_q, dealt.most) * (6 * problem.dim + 2 * problem.dim_v)
 
 
 def dealt_out(
-    problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile, shares: int, clusters: int
+    problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile, dealt: Dealt, clusters: int
 ) -> tuple[int, int]:
     """Heads of K and V, or shares of their queries, whose key tiles are dealt out as one, and for how many there is
     room for sums of dQ."""
     if problem.rows_k is not None:
         return _packed(problem, likely, t, clusters)
-    heads, key_tiles = problem.batch * problem.heads_k * shares, ceil(problem.seq_k, cluster_keys(problem, t))
-    together, *others = _orders(problem, t, shares, clusters)
+    heads, key_tiles = dealt.count(problem.batch * problem.heads_k), ceil(problem.seq_k, cluster_keys(problem, t))
+    together, *others = _orders(problem, t, dealt, clusters)
     if problem.block_mask is not None and not problem.deterministic:
         return together, heads
     if others:
         walks = walks_of(problem, t.rows, cluster_keys(problem, t))
-        times = {n: _time(problem, t, walks, shares, clusters, n) for n in (together, *others)}
+        times = {n: _time(problem, t, walks, dealt, clusters, n) for n in (together, *others)}
         together = min(times, key=lambda n: times[n] * (1 if n == together else WORTH_ALL))
     spare = ceil(WAVES * clusters, key_tiles)
     if problem.deterministic and problem.right is None:
         spare = max(0, spare - together)  # a head is under work for as long as all of them
+    if dealt.whole:  # there is room for whole heads, which shares do not fill: no more than all take
+        spare = min(spare, max(0, problem.batch * problem.heads_k - 2 * together))
     return together, min(heads, 2 * together + spare)
 
 
-def _orders(problem: AttentionProblem, t: BackwardTile, shares: int, clusters: int) -> tuple[int, ...]:
+def _orders(problem: AttentionProblem, t: BackwardTile, dealt: Dealt, clusters: int) -> tuple[int, ...]:
     """Of how many heads key tiles may be dealt out as one: what is weighed."""
-    heads = problem.batch * problem.heads_k * shares
-    tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), shares)  # of them
+    heads = dealt.count(problem.batch * problem.heads_k)
+    tiles = ceil(problem.group * ceil(problem.seq_q, t.rows), dealt.most)  # of them
     # A causal mask makes key tiles of different length: those of some heads are dealt out together, long ones first. Of
     # one long head the first tile takes as long as all others do on all multiprocessors: at the end they would stand
     # idle; so they do, for less long, at the end of the last heads of all.
-    traffic = _traffic(problem, shares)
+    traffic = _traffic(problem, dealt)
     if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
         return (min(heads, max(2, ceil(2 * CACHE, traffic))),)
     if problem.right is not None:

@@ -104,7 +104,7 @@ def _dealt_out(problem: AttentionProblem, t: OnceTile, arch: Arch) -> tuple[int,
     would wait for it, and where there are none."""
     if 0 in (problem.batch, problem.heads_k, problem.seq_q, problem.seq_k):
         return None
-    together, resident = cost.dealt_out(problem, problem, t, 1, arch.sms)
+    together, resident = cost.dealt_out(problem, problem, t, cost.Dealt(), arch.sms)
     heads, each = problem.batch * problem.heads_k, 4 * _columns(problem, t)[0]  # bytes of a query's sums
     most = (ROOM * ITEMSIZE[problem.dtype] * problem.dim - 4 * NUMBERS) * heads // each
     if resident <= most:
@@ -137,7 +137,7 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
         ("FINISH_PARTS", 1), ("SHARED_MEMORY", size), ("PAIR_STAGES", 1), ("MASK_BY_QUERY", False),
         ("BIAS_BY_QUERY", False), *features(problem), ("DETERMINISTIC", False), ("FIRST_STORES", False),
         ("VECTOR_RED", True), ("SHARES", False), ("SHARE_SUMS", 0), ("WHOLE_DQ", False),
-        ("WHOLE_BY_LENGTH", False), ("BOX_KEYS", t.keys), ("MOVED", True), ("ORDERED", False), ("BY_VISITS", False),
+        ("WHOLE_BY_LENGTH", False), ("MOVED", True), ("ORDERED", False), ("BY_VISITS", False),
     )  # fmt: skip
     sides = {"q": t.rows, "k": t.keys, "v": t.keys, "dout": t.rows}
     moved = [Box(f"t{name}", n) for name, n in sides.items() if problem.moves(name)]
@@ -158,6 +158,6 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
         ),
         spills=SPILLS,
         maps=(*moved, *(Box(name, n) for name, n in sides.items())),
-        scalars=(("together", together), ("resident", resident), ("shares", 1)),
+        scalars=(("together", together), ("resident", resident), ("shares", 1), ("whole_heads", 0)),
         lists=both_ways(problem, t.rows, t.keys, "keys"),
     )

@@ -188,7 +188,8 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if ordered:
         launches.insert(0, Launch("attention_order", 1, ORDER_THREADS))
         spaces.append(Workspace("order", "uint32", (ORDERED_WORDS * (1 + places(problem, problem.rows_q or 0, span)),)))
-    values = Box("v", key_box)
+    packed_q, packed_k = problem.rows_q is not None, problem.rows_k is not None
+    values = Box("v", key_box, windows=packed_k)
     if problem.dtype == FLOAT8:  # V is turned before
         tiles_k = ceil(problem.seq_k, TURNED_KEYS)
         launches.insert(0, Launch("attention_turn", problem.batch * problem.heads_k * tiles_k, 256))
@@ -201,7 +202,13 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         launches=tuple(launches),
         workspace=tuple(spaces),
         spills=t.spills + (parts > 1 and busy(problem)) * SHARE_SPILLS + problem.shifts * LENGTHS_SPILLS,
-        maps=(*pairs.boxes(t.rows), Box("q", 64 if own_q else span, pack), Box("k", key_box), values, Box("out", 64)),
+        maps=(
+            *pairs.boxes(t.rows),
+            Box("q", 64 if own_q else span, pack, packed_q),
+            Box("k", key_box, windows=packed_k),
+            values,
+            Box("out", 64, windows=packed_q),
+        ),
         scalars=(("shares", parts), ("combine_lanes", combined.lanes)),
         lists=lists(problem, ListUse("key_lists", t.rows, t.keys, "queries")),
         out_dtype=problem.out_dtype,
