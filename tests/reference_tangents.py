@@ -44,7 +44,8 @@ class Tangents(dict[str, np.ndarray]):
     def unit(self, name: str) -> float:
         """`unit` of a result in `assert_as_good`, as `Standard.unit`."""
         with np.errstate(all="ignore"):
-            return max(1.0, self._of.reckon().get(name, 0.0) / 1e-5) if self[name].size < 2000 else 1.0
+            few = self[name].size < 2000 or name in ("tdq", "tdk")
+            return max(1.0, self._of.reckon().get(name, 0.0) / 1e-5) if few else 1.0
 
 
 def tangents(
@@ -162,7 +163,8 @@ class _Tangents:
             terms = np.abs(tp) * (np.abs(dp) + np.abs(delta)) + np.abs(prob) * (np.abs(tdp) + np.abs(tdelta))
             of_rowsums = [((drop * prob) @ v * do, tp), (tout * do, prob), ((drop * prob) @ v * tdo, prob)]
             of_logs = [(lse[..., None], tds), (tlse, ds)]
-            return self.luck(terms, of_rowsums, of_logs, reads, (of_sink, tsinks - tlse, delta, tdelta))
+            found = self.luck(terms, of_rowsums, of_logs, reads, (of_sink, tsinks - tlse, delta, tdelta))
+            return found | self.luck_of_few(of_rowsums, q, k * scale)
 
         self.reckon = luck
         return found
@@ -195,6 +197,18 @@ class _Tangents:
                 variance = sum(_summed(x**2, lengths) for x in (eps * terms * weights, *rows))
             found[f"td{name}"] = 4 * float(np.nan_to_num(np.sqrt(variance)).max(initial=0.0))
         return found
+
+    def luck_of_few(self, of_rowsums: Any, q: np.ndarray, k: np.ndarray) -> dict[str, float]:
+        """The same of dq and dk, by the rounding of O and tO, where a handful of queries decides: a row's is one for
+        all of its keys."""
+        p, dtype = self.problem, np.dtype(DTYPES[self.problem.dtype])
+        if p.seq_q * p.group > 8 or dtype.itemsize != 2:
+            return {}
+        eps = float(ml_dtypes.finfo(dtype).eps)
+        rows = [(eps * np.sqrt((x**2).sum(-1, keepdims=True)), weight) for x, weight in of_rowsums]
+        of_q = sum((x * (weight @ k)) ** 2 for x, weight in rows)
+        of_k = self.over_group(sum(turned(x * weight) ** 2 @ q**2 for x, weight in rows))
+        return {name: float(np.nan_to_num(np.sqrt(x)).max(initial=0.0)) for name, x in (("tdq", of_q), ("tdk", of_k))}
 
     def summed_by(self, name: str, index: tuple[Any, ...], each: np.ndarray) -> np.ndarray:
         """What each element of an array that a score function reads gets."""
