@@ -1,40 +1,48 @@
 """Shapes drawn at random, bf16, beside the peers that are there; or, with --regret, beside every tile of ours.
 
     python bench/shapes.py --seed 7 --count 50 [--pass forward] [--regret] [--seconds 300] [--out FILE]
+    python bench/shapes.py --call "4 x 2048, 16/4 x 128, causal" [--call ...] --kernels ../before/kernels_cu
 
 Beside peers everybody is replayed from a CUDA graph, in turn; a row has the best peer's time over ours. The regret of a
 row is the time of the planner's tile over that of the fastest one. Then geometric means, worst rows, and how many are
-behind.
+behind. --kernels: ours with the CUDA files of another state, and this one's plans, as the peer "before", alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
 import random
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from cupyflash import rules
 from cupyflash.bench import models, peers
 from cupyflash.bench.models import Call
 from cupyflash.bench.serving import _replayed
 from cupyflash.bench.suite import Options, compare, importable, take_turns
+from cupyflash.gpu import corridor, programs, source
 from cupyflash.gpu.device import current
 from cupyflash.gpu.plans import plans
 from cupyflash.gpu.source import generate
 from cupyflash.passes import PASSES, Pass
 from cupyflash.problem import View, contiguous
 from cupyflash.tools.precompile import Job, compile_all
-from cupyflash.tools.timing import geomean
+from cupyflash.tools.timing import Candidate, geomean
 
 DIMS = (40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 144, 160, 176, 192, 224, 256)
 WORK = 2e9, 1.5e12  # floating-point operations of a forward: from calls that a launch bounds to some milliseconds
 PEERS = ("cudnn", "fa3")
+BEFORE = "before"
 CALLS = 8  # in one CUDA graph
+_CALL = re.compile(r"(\d+) x (\d+)(?: on (\d+))?, (\d+)(?:/(\d+))? x (\d+)(?:, (causal)|, window (\d+))?")
 
 
 def drawn(draw: random.Random) -> Call:
@@ -62,6 +70,35 @@ def drawn(draw: random.Random) -> Call:
             return call
 
 
+def read(text: str) -> Call:
+    """A call as rows print it."""
+    found = _CALL.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no call; it must be like '4 x 512 on 2048, 16/4 x 128, causal'")
+    batch, seq, keys, heads, heads_k, dim, causal, window = found.groups()
+    return Call(
+        int(batch), int(seq), int(heads), int(heads_k or heads), int(dim), causal=bool(causal or window),
+        seq_k=int(keys) if keys else None, window=int(window) if window else None,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def kernels_of(folder: Path) -> Iterator[None]:
+    """Ours by the CUDA files there; what is captured stays so."""
+    try:
+        with mock.patch.object(source, "kernels_folder", lambda: folder):
+            _forget()
+            yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    corridor.forget()
+    programs._loaded.clear()
+    source.inlined.cache_clear()
+
+
 def compile_ahead(calls: list[Call], passes: list[Pass]) -> None:
     """What ours run, on all cores: one by one it would take longer than they do."""
     arch, work = current(0), {}
@@ -76,11 +113,20 @@ def compile_ahead(calls: list[Call], passes: list[Pass]) -> None:
         pass
 
 
-def beside_peers(call: Call, of: Pass, names: tuple[str, ...]) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of ours and the peers'."""
+def beside_peers(call: Call, of: Pass, kernels: Path | None) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of ours and the peers', or of ours with other kernels."""
     case = models.draw(call, "bfloat16", 0)
-    prepares: dict[str, peers.Prepare] = {"ours": peers.ours()} | importable(names)
-    graphs = {name: functools.partial(_replayed, prepare, [case] * CALLS) for name, prepare in prepares.items()}
+    prepares: dict[str, peers.Prepare] = {"ours": peers.ours()} | ({} if kernels else importable(PEERS))
+    graphs: dict[str, peers.Prepare] = {
+        name: functools.partial(_replayed, prepare, [case] * CALLS) for name, prepare in prepares.items()
+    }
+    if kernels:
+
+        def before(case: peers.Case, of: Pass) -> Candidate:
+            with kernels_of(kernels):
+                return graphs["ours"](case, of)
+
+        graphs[BEFORE] = before
     candidates, notes = compare(graphs, case, of)
     seconds, more = take_turns(candidates, Options(rounds=5, min_ms=4), patience=0.1)
     return {name: t / CALLS for name, t in seconds.items()}, notes | more
@@ -105,18 +151,27 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--pass", dest="of", choices=("forward", "backward"), action="append")
     parser.add_argument("--regret", action="store_true")
+    parser.add_argument(
+        "--call", type=read, action="append", help="a call, as rows print it, in the place of random ones"
+    )
+    parser.add_argument(
+        "--kernels", type=Path, help="a folder kernels_cu of another state, to be timed beside this one's"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new row after so many")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     args = parser.parse_args()
     draw, passes = random.Random(args.seed), [PASSES[name] for name in args.of or ("forward", "backward")]
-    calls = [drawn(draw) for _ in range(args.count)]
+    calls = args.call or [drawn(draw) for _ in range(args.count)]
     compile_ahead(calls, passes)
+    if args.kernels:
+        with kernels_of(args.kernels):
+            compile_ahead(calls, passes)
     rows: list[dict[str, Any]] = []
     begin = time.monotonic()
     for call, of in itertools.product(calls, passes):
         if time.monotonic() - begin > args.seconds:
             break
-        seconds, notes = beside_tiles(call, of) if args.regret else beside_peers(call, of, PEERS)
+        seconds, notes = beside_tiles(call, of) if args.regret else beside_peers(call, of, args.kernels)
         us = {name: 1e6 * t for name, t in seconds.items()}
         others = {name: t for name, t in us.items() if name != "ours"}
         what = f"{of.name:8} {call!s:44}"
