@@ -61,6 +61,17 @@ def test_the_runbook_has_every_suite_that_needs_a_gpu() -> None:
     assert steps >= {"accuracy" if name == "precision" else name for name in SUITES if SUITES[name].needs_gpu}
 
 
+@pytest.mark.parametrize(("worker", "gpus", "taken"), [("gw0", "3,5", "3"), ("gw7", "3,5", "5"), ("gw1", "", "None")])
+def test_each_worker_of_a_suite_has_a_gpu_of_its_own(worker: str, gpus: str, taken: str) -> None:
+    environment = {x: y for x, y in os.environ.items() if x != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import os, conftest; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"], check=True,
+        capture_output=True, text=True, cwd=TOP / "tests",
+        env=environment | {"PYTEST_XDIST_WORKER": worker, "CUPYFLASH_TEST_GPUS": gpus},
+    )  # fmt: skip
+    assert done.stdout.strip() == taken
+
+
 def test_memcheck_runs_in_parts_and_goes_on(tmp_path: Path) -> None:
     asked = ("memcheck", tmp_path, 300, "--cpu", "--dtype", "float32", "--only", "bias of")
     for right in (3, 0):
