@@ -253,15 +253,22 @@ def test_a_fork_while_others_compute():
 
 
 FORKED_WITHIN = """
-import os, signal, sys, threading, numpy as np
+import os, signal, sys, threading, time, numpy as np
 from cupyflash import attention, cpu
 from cupyflash.cpu import crew
 if sys.argv[1] == "threads":
     crew.WORTH_THREADS = 0
 forward = sys.modules["cupyflash.cpu.forward"]
 parent, main, first, plain = os.getpid(), threading.get_ident(), threading.Lock(), forward.product
+def joins():  # in a new process the main thread would wait for ever for one that is just being started
+    frame = sys._current_frames()[main]
+    while frame is not None and frame.f_code is not threading.Thread.join.__code__:
+        frame = frame.f_back
+    return frame is not None
 def product(*given, **more):
     if first.acquire(blocking=False):
+        while threading.get_ident() != main and not joins():
+            time.sleep(0.001)
         os.kill(parent, signal.SIGUSR1)
     if threading.get_ident() != main:
         forked.wait(60)  # none is within BLAS, whose locks the new process would have, too
