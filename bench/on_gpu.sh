@@ -35,8 +35,8 @@ if report["sources"] == sources_digest() and len(tests) == len(report["failures"
     print(*tests, sep="\n", end="\n" if tests else "")
 END
   )
-  local gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
-  export CUPYFLASH_TEST_GPUS=$gpus # each worker takes one (tests/conftest.py)
+  # Each worker takes one of these (tests/conftest.py).
+  export CUPYFLASH_TEST_GPUS=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
   limited INT "$python" -m pytest -q -n "$jobs" -m gpu --gpu-report "$report" "$@" "${left[@]}"
   code=$?
   [ ! -f "$report" ] || "$python" - "$report" <<'END'

@@ -40,7 +40,6 @@ from cupyflash.tools.timing import Candidate, geomean
 DIMS = (40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 144, 160, 176, 192, 224, 256)
 WORK = 2e9, 1.5e12  # floating-point operations of a forward: from calls that a launch bounds to some milliseconds
 PEERS = ("cudnn", "fa3")
-BEFORE = "before"
 CALLS = 8  # in one CUDA graph
 _CALL = re.compile(r"(\d+) x (\d+)(?: on (\d+))?, (\d+)(?:/(\d+))? x (\d+)(?:, (causal)|, window (\d+))?")
 
@@ -126,7 +125,7 @@ def beside_peers(call: Call, of: Pass, kernels: Path | None) -> tuple[dict[str, 
             with kernels_of(kernels):
                 return graphs["ours"](case, of)
 
-        graphs[BEFORE] = before
+        graphs["before"] = before
     candidates, notes = compare(graphs, case, of)
     seconds, more = take_turns(candidates, Options(rounds=5, min_ms=4), patience=0.1)
     return {name: t / CALLS for name, t in seconds.items()}, notes | more
@@ -150,11 +149,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--pass", dest="of", choices=("forward", "backward"), action="append")
-    parser.add_argument("--regret", action="store_true")
+    beside = parser.add_mutually_exclusive_group()
+    beside.add_argument("--regret", action="store_true")
     parser.add_argument(
         "--call", type=read, action="append", help="a call, as rows print it, in the place of random ones"
     )
-    parser.add_argument(
+    beside.add_argument(
         "--kernels", type=Path, help="a folder kernels_cu of another state, to be timed beside this one's"
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new row after so many")

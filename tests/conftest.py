@@ -10,12 +10,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Workers share one GPU, and JAX would take three quarters of it.
+# Workers share a GPU, and JAX would take three quarters of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Where a suite has several GPUs (bench/on_gpu.sh) each worker takes one, before anything is on it.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := os.environ.get("CUPYFLASH_TEST_GPUS")):
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[int(worker.removeprefix("gw")) % len(gpus.split(","))]
+if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("CUPYFLASH_TEST_GPUS"):
+    _gpus = os.environ["CUPYFLASH_TEST_GPUS"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = _gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(_gpus)]
 
 # References are many small products: threads of BLAS would wait for each other three times as long as they compute.
 # (Those of cupyflash.cpu are its own.)
