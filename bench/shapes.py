@@ -2,10 +2,13 @@
 
     python bench/shapes.py --seed 7 --count 50 [--pass forward] [--regret] [--seconds 300] [--out FILE]
     python bench/shapes.py --call "4 x 2048, 16/4 x 128, causal" [--call ...] --kernels ../before/kernels_cu
+    python bench/shapes.py --call "8 x 197, 12 x 64" [--call ...] --eager | --recorded
 
 Beside peers everybody is replayed from a CUDA graph, in turn; a row has the best peer's time over ours. The regret of a
 row is the time of the planner's tile over that of the fastest one. Then geometric means, worst rows, and how many are
 behind. --kernels: ours with the CUDA files of another state, and this one's plans, as the peer "before", alone.
+--eager: calls as they are, by the host's clock from the first of many until all are done. --recorded: so forward and
+backward together, as PyTorch's autograd records them, beside its own attention.
 """
 
 from __future__ import annotations
@@ -13,17 +16,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cupyflash import rules
+from cupyflash import attention, rules
 from cupyflash.bench import models, peers
 from cupyflash.bench.models import Call
 from cupyflash.bench.serving import _replayed
@@ -35,7 +39,7 @@ from cupyflash.gpu.source import generate
 from cupyflash.passes import PASSES, Pass
 from cupyflash.problem import View, contiguous
 from cupyflash.tools.precompile import Job, compile_all
-from cupyflash.tools.timing import Candidate, geomean
+from cupyflash.tools.timing import Candidate, geomean, interleave, wall_sampler
 
 DIMS = (40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 144, 160, 176, 192, 224, 256)
 WORK = 2e9, 1.5e12  # floating-point operations of a forward: from calls that a launch bounds to some milliseconds
@@ -131,6 +135,44 @@ def beside_peers(call: Call, of: Pass, kernels: Path | None) -> tuple[dict[str, 
     return {name: t / CALLS for name, t in seconds.items()}, notes | more
 
 
+def eagerly(call: Call, of: Pass, recorded: bool) -> tuple[dict[str, float], dict[str, str]]:
+    """The same of calls that are not replayed, or of a forward and its backward."""
+    import torch
+
+    case = models.draw(call, "bfloat16", 0)
+    prepares: dict[str, peers.Prepare] = {"ours": peers.ours()} | importable(PEERS)
+    if recorded:
+        prepares = {"ours": functools.partial(_step, _ours, contextlib.nullcontext)}
+        for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+            backend = getattr(torch.nn.attention.SDPBackend, name)
+            context = functools.partial(torch.nn.attention.sdpa_kernel, backend)
+            prepares[name.partition("_")[0].lower()] = functools.partial(_step, _sdpa, context)
+    candidates, notes = compare(prepares, case, of)
+    sampler = wall_sampler(candidates, 5.0, lambda _: torch.cuda.synchronize())
+    seconds, failures = interleave(list(candidates), 9, sampler)
+    return seconds, notes | failures
+
+
+def _ours(q: Any, k: Any, v: Any, call: peers.Case) -> Any:
+    return attention(q, k, v, causal=call.causal, window=call.window, layout="bhsd")
+
+
+def _sdpa(q: Any, k: Any, v: Any, call: peers.Case) -> Any:
+    if call.window is not None or (call.causal and q.shape[2] != k.shape[2]):
+        raise NotImplementedError("PyTorch's attention has no window, and is causal from the top left")
+    scaled = importlib.import_module("torch.nn.functional").scaled_dot_product_attention
+    return scaled(q, k, v, is_causal=call.causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _step(forward: Callable[..., Any], context: Callable[[], Any], case: peers.Case, _: Pass) -> Candidate:
+    """Everybody's heads come first, as PyTorch's attention has them."""
+    import torch
+
+    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in case[:3]]
+    dout = case.dout.transpose(1, 2).contiguous()
+    return Candidate(lambda: torch.autograd.grad(forward(*leaves, case), leaves, dout), context)
+
+
 def beside_tiles(call: Call, of: Pass) -> tuple[dict[str, float], dict[str, str]]:
     """Seconds of the planner's tile and of each other, as it is named."""
     from cupyflash import tune
@@ -151,6 +193,8 @@ def main() -> None:
     parser.add_argument("--pass", dest="of", choices=("forward", "backward"), action="append")
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--regret", action="store_true")
+    beside.add_argument("--eager", action="store_true")
+    beside.add_argument("--recorded", action="store_true")
     parser.add_argument(
         "--call", type=read, action="append", help="a call, as rows print it, in the place of random ones"
     )
@@ -160,7 +204,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new row after so many")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     args = parser.parse_args()
-    draw, passes = random.Random(args.seed), [PASSES[name] for name in args.of or ("forward", "backward")]
+    if args.recorded and args.of:
+        parser.error("--pass is given beside --recorded, which is of both together")
+    named = ("backward",) if args.recorded else args.of or ("forward", "backward")
+    draw, passes = random.Random(args.seed), [PASSES[name] for name in named]
     calls = args.call or [drawn(draw) for _ in range(args.count)]
     compile_ahead(calls, passes)
     if args.kernels:
@@ -171,10 +218,16 @@ def main() -> None:
     for call, of in itertools.product(calls, passes):
         if time.monotonic() - begin > args.seconds:
             break
-        seconds, notes = beside_tiles(call, of) if args.regret else beside_peers(call, of, args.kernels)
+        if args.regret:
+            seconds, notes = beside_tiles(call, of)
+        elif args.eager or args.recorded:
+            seconds, notes = eagerly(call, of, args.recorded)
+        else:
+            seconds, notes = beside_peers(call, of, args.kernels)
         us = {name: 1e6 * t for name, t in seconds.items()}
         others = {name: t for name, t in us.items() if name != "ours"}
-        what = f"{of.name:8} {call!s:44}"
+        of_pass = "both" if args.recorded else of.name
+        what = f"{of_pass:8} {call!s:44}"
         for name, note in notes.items():
             if name == "ours" or "wrong" in note:
                 print(f"       {what} {name}: {note}", flush=True)
@@ -182,16 +235,15 @@ def main() -> None:
             continue
         best = min(others, key=others.__getitem__)
         ratio = us["ours"] / min(us.values()) if args.regret else others[best] / us["ours"]
-        rows.append({"pass": of.name, "call": str(call), "ratio": ratio, "us": us})
+        rows.append({"pass": of_pass, "call": str(call), "ratio": ratio, "us": us})
         print(f"{ratio:6.3f} {what} {us['ours']:9.1f} us, {best} {others[best]:9.1f}", flush=True)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1))
-    for of in passes:
-        ratios = sorted(row["ratio"] for row in rows if row["pass"] == of.name)
-        if ratios:
-            behind = f"{sum(x < 1 for x in ratios)} below 1, {sum(x < 0.95 for x in ratios)} below 0.95, "
-            worst = f"worst {ratios[-1]:.3f}" if args.regret else f"{behind}worst {ratios[0]:.3f}"
-            print(f"{of}: {len(ratios)} shapes, geometric mean {geomean(ratios):.3f}, {worst}")
+    for name in dict.fromkeys(row["pass"] for row in rows):
+        ratios = sorted(row["ratio"] for row in rows if row["pass"] == name)
+        behind = f"{sum(x < 1 for x in ratios)} below 1, {sum(x < 0.95 for x in ratios)} below 0.95, "
+        worst = f"worst {ratios[-1]:.3f}" if args.regret else f"{behind}worst {ratios[0]:.3f}"
+        print(f"{name}: {len(ratios)} shapes, geometric mean {geomean(ratios):.3f}, {worst}")
 
 
 if __name__ == "__main__":
