@@ -14,6 +14,7 @@ from reference import fresh_rng, state
 
 from cupyflash import cpu
 from cupyflash.cpu import blas, crew, tiles
+from cupyflash.problem import AttentionProblem
 
 
 def run_python(code, *arguments, **environment):
@@ -209,10 +210,10 @@ def test_interrupts_by_a_timer():
 
 
 FORKS = """
-import os, threading, time, numpy as np, threadpoolctl
+import os, sys, threading, time, numpy as np, threadpoolctl
 from cupyflash import attention
 from cupyflash.cpu import blas
-x = np.random.default_rng(0).standard_normal((1, 300, 4, 64), "float32")
+x = np.random.default_rng(0).standard_normal((1, int(sys.argv[1]), 4, 64), "float32")
 expected = attention(x, x, x)
 def ask():
     return [y.num_threads for y in blas._libraries()]
@@ -247,9 +248,15 @@ print(bad, held)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on Windows")
-def test_a_fork_while_others_compute():
-    """The new process has BLAS's threads as they were before the calls, in which it has no part."""
-    assert run_python(FORKS, OMP_NUM_THREADS="2").split() == ["0", "20"]
+@pytest.mark.parametrize("size", [300, 500])
+def test_a_fork_while_others_compute(size):
+    """The new process has BLAS's threads as they were before the calls, in which it has no part.
+
+    Calls hold BLAS alone, or are of two threads.
+    """
+    problem = AttentionProblem("float32", 1, size, size, 4, 4, 64, 64, 1.0)
+    assert crew.worth_threads(problem) == (size == 500) and not crew.stays_here(problem)
+    assert run_python(FORKS, str(size), OMP_NUM_THREADS="2").split() == ["0", "20"]
 
 
 FORKED_WITHIN = """

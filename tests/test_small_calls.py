@@ -8,9 +8,11 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+import threadpoolctl
+from criterion import assert_as_good
 from reference import DTYPES, draw, fresh_rng, references, state
 
-from cupyflash import attention, attention_backward, cpu, rules
+from cupyflash import attention, attention_backward, attention_jvp, cpu, rules
 from cupyflash.cpu import corridor, tiles
 from cupyflash.cpu.hiding import hide, silence
 
@@ -247,11 +249,50 @@ def test_what_has_one_thread_is_not_held(monkeypatch):
     begun, plain = [], threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: begun.append(self) or plain(self))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    x = fresh_rng().standard_normal((1, 90, 2, 64), "float32")
-    assert 90 * 90 * 64 > crew.WORTH_HOLDING
+    x = fresh_rng().standard_normal((1, 140, 2, 64), "float32")
+    assert 140 * 140 * 64 > crew.WORTH_HOLDING and 140 * 64 > crew.CUT_SIDES
     for threads, expected in (([1, 1], 0), ([1, 2], 1)):
         libraries = [type("Library", (), {"num_threads": n, "set_num_threads": print})() for n in threads]
         monkeypatch.setattr(blas, "_libraries", lambda found=libraries: found)
         begun.clear()
         attention(x, x, x)
         assert len(begun) == expected
+
+
+def test_products_are_cut_where_that_costs_less_than_to_hold(monkeypatch):
+    """Then no thread begins, and BLAS has no reason for any: in every pass, alone and as one of packed sequences."""
+    from cupyflash.cpu import blas, crew
+
+    begun, sizes, plain = [], [], np.matmul
+    rng = fresh_rng()
+    q, k, v, dout = (rng.standard_normal((1, 128, 2, 64), "float32") for _ in range(4))
+    assert crew.cuts(state(q, k, v)) and 128 * 128 * 64 > crew.WORTH_HOLDING
+    libraries = [type("Library", (), {"num_threads": 2, "set_num_threads": print})()]
+
+    def watched(a, b, out=None):
+        sizes.append(a.shape[-2] * a.shape[-1] * b.shape[-1])
+        return plain(a, b, out=out)
+
+    def found():
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+        return out, *attention_backward(dout, q, k, v, out, lse, causal=True)
+
+    cu, rows = np.array([0, 128], np.int32), [x[0] for x in (q, k, v, dout)]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: begun.append(self))
+        patch.setattr(blas, "_libraries", lambda: libraries)
+        patch.setattr(np, "matmul", watched)
+        alone = found()
+        _, lse = attention(q, k, v, causal=True, return_lse=True)
+        tout, _ = attention_jvp({"q": dout}, q, k, v, alone[0], lse, causal=True)
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+        out, lse = attention(*rows[:3], **lengths, return_lse=True)
+        packed = out, *attention_backward(rows[3], *rows[:3], out, lse, **lengths)
+    assert not begun and len(sizes) > 60 and max(sizes) <= crew.WORTH_HOLDING
+    assert all((x[0] == y).all() for x, y in zip(alone, packed)) and np.isfinite(tout).all()
+    for threads in (1, 3):
+        with threadpoolctl.threadpool_limits(threads, user_api="blas"):
+            assert all((x == y).all() for x, y in zip(found(), alone))
+    exact, own = references(state(q, k, v, causal=True), q, k, v, None, dout)
+    for name, x in zip(("out", "dq", "dk", "dv"), alone):
+        assert_as_good(x, getattr(exact, name), getattr(own, name), name)

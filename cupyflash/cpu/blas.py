@@ -18,7 +18,8 @@ class OneThread:
     """
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, list[int]()
+        self._inside, self._before = 0, list[int]()
+        self._lock = threading.RLock()  # its thread may fork within, in a signal's handler
 
     def __enter__(self) -> None:
         with self._lock:
@@ -39,8 +40,9 @@ class OneThread:
             _set(x, n)
 
     def needless(self) -> bool:
-        """Whether products stay on one thread as it is. (Who enters meanwhile only makes it less sure.)"""
-        return not self._inside and all(x.num_threads == 1 for x in _libraries()) and not self._inside
+        """Whether products stay on one thread as it is: nobody holds them there, or is about to bring others back."""
+        with self._lock:
+            return not self._inside and all(x.num_threads == 1 for x in _libraries())
 
     def at_forks(self) -> None:
         """From now on a forked process begins with the number that was there before: the threads inside stay behind."""

@@ -16,11 +16,15 @@ from .blas import one_thread
 
 T = TypeVar("T")
 
-# Below so many multiplications a call ends sooner than threads start.
-WORTH_THREADS = 1 << 23
+# Below so many multiplications a call ends sooner than threads start and have handed the interpreter lock to each other
+# around every step (2 cores, docs/notes/cpu.md).
+WORTH_THREADS = 1 << 26
 # And up to so many of one product BLAS libraries (OpenBLAS) keep it on the thread that calls them: there is nothing to
 # hold.
 WORTH_HOLDING = 1 << 18
+# To hold it a thread has to begin. Of calls with no more multiplications than this in all, and no larger right sides of
+# products, products are cut so small instead: BLAS packs the right side anew for each piece.
+CUT_CALLS, CUT_SIDES = 1 << 24, 1 << 13
 MOST_THREADS = 256  # BLAS libraries have such a number, too
 
 
@@ -40,14 +44,22 @@ def _of_a_product(problem: AttentionProblem) -> int:
 
 def stays_here(problem: AttentionProblem) -> bool:
     """Whether a problem is so small that BLAS and we keep it on the thread that calls, whatever others do."""
-    return not worth_threads(problem) and _of_a_product(problem) <= WORTH_HOLDING
+    return not worth_threads(problem) and (_of_a_product(problem) <= WORTH_HOLDING or cuts(problem))
+
+
+def cuts(problem: AttentionProblem) -> bool:
+    """Whether products are cut. (They may be other bits than whole ones: so it follows from the problem alone.)"""
+    side = max(problem.seq_q, problem.seq_k) * max(problem.dim, problem.dim_v)
+    little = side <= CUT_SIDES and multiplications(problem) <= CUT_CALLS and not worth_threads(problem)
+    return little and _of_a_product(problem) > WORTH_HOLDING
 
 
 class _Member(threading.local):
     of_a_crew = False  # whether this thread is one: what it calls needs none, nor to hold BLAS
+    cuts = False  # whether what it computes now has products cut: said at the beginning of each
 
 
-_member = _Member()
+member = _Member()
 
 
 class Crew:
@@ -57,10 +69,15 @@ class Crew:
     An interrupt, or an error in one thread, ends them all at their next step.
     """
 
-    def __init__(self, work: AttentionProblem | int) -> None:
-        count, of_one = (work, work) if isinstance(work, int) else (multiplications(work), _of_a_product(work))
+    def __init__(self, work: AttentionProblem | int, here: bool = False) -> None:
+        """`here`: of so many multiplications, that BLAS keeps each product on the thread that calls it."""
+        if isinstance(work, int):
+            count, self._cuts = work, False
+        else:
+            count, self._cuts = multiplications(work), cuts(work)
+            here = self._cuts or _of_a_product(work) <= WORTH_HOLDING
         self.size = threads() if count >= WORTH_THREADS else 1
-        small = self.size == 1 and (of_one <= WORTH_HOLDING or _member.of_a_crew or one_thread.needless())
+        small = self.size == 1 and (here or member.of_a_crew or one_thread.needless())
         self._own = 0 if small else self.size  # threads to begin; none: the caller's
         self._error: BaseException | None = None
 
@@ -70,6 +87,7 @@ class Crew:
         if self._own:
             self._share(task, arguments, process)
         else:
+            member.cuts = self._cuts
             with np.errstate(all="ignore"):
                 for a in arguments:
                     task(*a)
@@ -97,7 +115,7 @@ class Crew:
 
         def alone() -> None:
             inside.append(None)
-            _member.of_a_crew = True
+            member.of_a_crew = True
             if not self.stopped:
                 with one_thread:
                     work()

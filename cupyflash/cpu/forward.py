@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem import AttentionProblem
-from .crew import Crew, stays_here
+from .crew import Crew, cuts, member, stays_here
 from .entries import Entries, of_queries
 from .hiding import hide, silence
 from .pairs import Pairs, Place
@@ -44,8 +44,10 @@ def forward(
     float32, float64 for float64.
     """
     tile = _only_tile(problem, *limits())
-    if tile is not None and (found := _at_once(problem, tile, q, k, v, given)):
-        return found
+    if tile is not None:
+        member.cuts = tile.cuts
+        if found := _at_once(problem, tile, q, k, v, given):
+            return found
     work, crew, tiling = work_dtype(problem), Crew(problem), Tiling.of(problem, queries_apart=True)
     out = _room(problem, q, result_dtype(problem))
     lse = np.empty((problem.batch, problem.heads_q, problem.seq_q), problem.lse_dtype)
@@ -85,6 +87,7 @@ class _Tile(NamedTuple):
     at: Place
     work: Any
     pairs: Pairs | None  # where it has no arrays of its own
+    cuts: bool  # products
 
 
 @functools.lru_cache(256)
@@ -101,7 +104,8 @@ def _only_tile(problem: AttentionProblem, *limits: int) -> _Tile | None:
         return None
     at = Place(*(slice(0, n) for n in whole[1:]))
     plain = not problem.given and not problem.dropout
-    return _Tile(at, work_dtype(problem), Pairs(problem, slice(0, problem.batch), {}) if plain else None)
+    pairs = Pairs(problem, slice(0, problem.batch), {}) if plain else None
+    return _Tile(at, work_dtype(problem), pairs, cuts(problem))
 
 
 def _at_once(
@@ -109,7 +113,7 @@ def _at_once(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """The same of a single tile, in fewest steps: these are what a small call takes its time for. None where sums have
     no finite mean."""
-    at, work, pairs = tile
+    at, work, pairs, _ = tile
     if pairs is None:
         pairs = Pairs(problem, slice(0, problem.batch), given)
     kh, vh = operand(k.transpose(0, 2, 1, 3), work), operand(v.transpose(0, 2, 1, 3), work)

@@ -18,7 +18,7 @@ from ..passes import BY_ROWS, PER_QUERY, Pass
 from ..problem import ARRAY_RULES, BLOCK, FLOAT8, PLACES, AttentionProblem
 from ..rules import bounds
 from . import float8
-from .crew import Crew, multiplications, worth_threads
+from .crew import Crew, multiplications, stays_here, worth_threads
 from .tiles import result_dtype
 
 Dense = Callable[..., Any]  # what computes a dense problem
@@ -68,7 +68,8 @@ def run(dense: Dense, of: Pass, problem: AttentionProblem, given: dict[str, Any]
 
     for n in large:
         task(n)
-    Crew(sum(multiplications(problems[n]) for n in small)).run(task, ((n,) for n in small))
+    here = all(stays_here(problems[n]) for n in small)
+    Crew(sum(multiplications(problems[n]) for n in small), here).run(task, ((n,) for n in small))
     if of.of_gradients:
         dq, dk, dv = results.values()
         return Gradients(dq, dk, dv, sums.totals())

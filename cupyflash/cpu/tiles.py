@@ -7,7 +7,7 @@ short it is those of several heads, and of several batch entries, so that it is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,12 +126,13 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | No
     Where `seen`, which broadcasts to a, is False a is 0 and the term is left out, also if b is infinite or NaN there.
     """
     group = a.shape[1] // max(1, b.shape[1])
+    multiply: Callable[..., Any] = _in_pieces if crew.member.cuts else np.matmul
     if seen is not None:
         finite = np.isfinite(b)
         if not finite.all():
             finite = finite.all(axis=-1)
             b, finite, seen = b.repeat(group, 1), finite.repeat(group, 1), np.broadcast_to(seen, a.shape)
-            np.matmul(a, np.where(finite[..., None], b, 0), out=out)
+            multiply(a, np.where(finite[..., None], b, 0), out=out)
             for j in np.flatnonzero(~finite.all(axis=(0, 1))):
                 bad = seen[..., j, None] & ~finite[..., j, None, None]
                 out += np.where(bad, a[..., j, None] * b[..., j, None, :], 0)
@@ -140,12 +141,18 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | No
         heads = a.shape[0], b.shape[1], group
         a, out, b = a.reshape(*heads, *a.shape[2:]), out.reshape(*heads, *out.shape[2:]), b[:, :, None]
     if a.shape[-1] <= IN_A_PRODUCT:
-        np.matmul(a, b, out=out)
+        multiply(a, b, out=out)
         return
     first, *others = pieces(a.shape[-1], IN_A_PRODUCT)
-    np.matmul(a[..., first], b[..., first, :], out=out)
+    multiply(a[..., first], b[..., first, :], out=out)
     for some in others:
         out += a[..., some] @ b[..., some, :]
+
+
+def _in_pieces(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    rows = crew.WORTH_HOLDING // max(1, b.shape[-2] * b.shape[-1])
+    for some in pieces(a.shape[-2], max(8, rows // 8 * 8)):
+        np.matmul(a[..., some, :], b, out=out[..., some, :])
 
 
 def products(
