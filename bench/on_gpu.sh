@@ -37,7 +37,8 @@ END
   )
   # Each worker takes one of these (tests/conftest.py).
   export CUPYFLASH_TEST_GPUS=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
-  limited INT "$python" -m pytest -q -n "$jobs" -m gpu --gpu-report "$report" "$@" "${left[@]}"
+  limited INT "$python" -m pytest -q -n "$jobs" -m gpu --durations 30 --durations-min 5 --gpu-report "$report" "$@" \
+    "${left[@]}"
   code=$?
   [ ! -f "$report" ] || "$python" - "$report" <<'END'
 import json, sys
