@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import random
@@ -44,6 +43,7 @@ from cupyflash.tools.timing import Candidate, geomean, interleave, wall_sampler
 DIMS = (40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 128, 144, 160, 176, 192, 224, 256)
 WORK = 2e9, 1.5e12  # floating-point operations of a forward: from calls that a launch bounds to some milliseconds
 PEERS = ("cudnn", "fa3")
+RECORDED = {"ours": None, "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 CALLS = 8  # in one CUDA graph
 _CALL = re.compile(r"(\d+) x (\d+)(?: on (\d+))?, (\d+)(?:/(\d+))? x (\d+)(?:, (causal)|, window (\d+))?")
 
@@ -140,37 +140,35 @@ def eagerly(call: Call, of: Pass, recorded: bool) -> tuple[dict[str, float], dic
     import torch
 
     case = models.draw(call, "bfloat16", 0)
-    prepares: dict[str, peers.Prepare] = {"ours": peers.ours()} | importable(PEERS)
+    prepares: dict[str, peers.Prepare]
     if recorded:
-        prepares = {"ours": functools.partial(_step, _ours, contextlib.nullcontext)}
-        for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
-            backend = getattr(torch.nn.attention.SDPBackend, name)
-            context = functools.partial(torch.nn.attention.sdpa_kernel, backend)
-            prepares[name.partition("_")[0].lower()] = functools.partial(_step, _sdpa, context)
+        prepares = {name: functools.partial(_step, backend) for name, backend in RECORDED.items()}
+    else:
+        prepares = {"ours": peers.ours()} | importable(PEERS)
     candidates, notes = compare(prepares, case, of)
     sampler = wall_sampler(candidates, 5.0, lambda _: torch.cuda.synchronize())
     seconds, failures = interleave(list(candidates), 9, sampler)
     return seconds, notes | failures
 
 
-def _ours(q: Any, k: Any, v: Any, call: peers.Case) -> Any:
-    return attention(q, k, v, causal=call.causal, window=call.window, layout="bhsd")
-
-
-def _sdpa(q: Any, k: Any, v: Any, call: peers.Case) -> Any:
-    if call.window is not None or (call.causal and q.shape[2] != k.shape[2]):
-        raise NotImplementedError("PyTorch's attention has no window, and is causal from the top left")
-    scaled = importlib.import_module("torch.nn.functional").scaled_dot_product_attention
-    return scaled(q, k, v, is_causal=call.causal, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _step(forward: Callable[..., Any], context: Callable[[], Any], case: peers.Case, _: Pass) -> Candidate:
-    """Everybody's heads come first, as PyTorch's attention has them."""
+def _step(backend: str | None, case: peers.Case, _: Pass) -> Candidate:
+    """Ours, or a backend of PyTorch's attention. Everybody's heads come first, as PyTorch has them."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in case[:3]]
-    dout = case.dout.transpose(1, 2).contiguous()
-    return Candidate(lambda: torch.autograd.grad(forward(*leaves, case), leaves, dout), context)
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in case[:4])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    forward: Callable[[], Any]
+    context: Callable[[], Any] = contextlib.nullcontext
+    if backend is None:
+        forward = functools.partial(attention, q, k, v, causal=case.causal, window=case.window, layout="bhsd")
+    elif case.window is not None or (case.causal and q.shape[2] != k.shape[2]):
+        raise NotImplementedError("PyTorch's attention has no window, and is causal from the top left")
+    else:
+        scaled, grouped = torch.nn.functional.scaled_dot_product_attention, q.shape[1] != k.shape[1]
+        forward = functools.partial(scaled, q, k, v, is_causal=case.causal, enable_gqa=grouped)
+        context = functools.partial(sdpa_kernel, getattr(SDPBackend, backend))
+    return Candidate(lambda: torch.autograd.grad(forward(), leaves, dout), context)
 
 
 def beside_tiles(call: Call, of: Pass) -> tuple[dict[str, float], dict[str, str]]:
