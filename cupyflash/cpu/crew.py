@@ -44,7 +44,12 @@ def _of_a_product(problem: AttentionProblem) -> int:
 
 def stays_here(problem: AttentionProblem) -> bool:
     """Whether a problem is so small that BLAS and we keep it on the thread that calls, whatever others do."""
-    return not worth_threads(problem) and (_of_a_product(problem) <= WORTH_HOLDING or cuts(problem))
+    return not worth_threads(problem) and _needs_no_holding(problem)
+
+
+def _needs_no_holding(problem: AttentionProblem) -> bool:
+    """Whether BLAS keeps each of its products on the thread that calls it."""
+    return _of_a_product(problem) <= WORTH_HOLDING or cuts(problem)
 
 
 def cuts(problem: AttentionProblem) -> bool:
@@ -74,8 +79,7 @@ class Crew:
         if isinstance(work, int):
             count, self._cuts = work, False
         else:
-            count, self._cuts = multiplications(work), cuts(work)
-            here = self._cuts or _of_a_product(work) <= WORTH_HOLDING
+            count, self._cuts, here = multiplications(work), cuts(work), _needs_no_holding(work)
         self.size = threads() if count >= WORTH_THREADS else 1
         small = self.size == 1 and (here or member.of_a_crew or one_thread.needless())
         self._own = 0 if small else self.size  # threads to begin; none: the caller's

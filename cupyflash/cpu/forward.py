@@ -44,10 +44,8 @@ def forward(
     float32, float64 for float64.
     """
     tile = _only_tile(problem, *limits())
-    if tile is not None:
-        member.cuts = tile.cuts
-        if found := _at_once(problem, tile, q, k, v, given):
-            return found
+    if tile is not None and (found := _at_once(problem, tile, q, k, v, given)):
+        return found
     work, crew, tiling = work_dtype(problem), Crew(problem), Tiling.of(problem, queries_apart=True)
     out = _room(problem, q, result_dtype(problem))
     lse = np.empty((problem.batch, problem.heads_q, problem.seq_q), problem.lse_dtype)
@@ -113,7 +111,7 @@ def _at_once(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """The same of a single tile, in fewest steps: these are what a small call takes its time for. None where sums have
     no finite mean."""
-    at, work, pairs, _ = tile
+    at, work, pairs, member.cuts = tile
     if pairs is None:
         pairs = Pairs(problem, slice(0, problem.batch), given)
     kh, vh = operand(k.transpose(0, 2, 1, 3), work), operand(v.transpose(0, 2, 1, 3), work)
