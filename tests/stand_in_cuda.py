@@ -37,6 +37,7 @@ class Cuda:
         self.contexts: list[tuple[int, int]] = []  # thread, device
         self.launches: list[Launch] = []
         monkeypatch.setattr(tensormap, "encode", lambda *_: bytes(128))
+        monkeypatch.setattr(tensormap, "move", lambda *_: None)
         monkeypatch.setattr(launch, "runtime", self)
         monkeypatch.setattr(launch, "driver", self)
         monkeypatch.setattr(launch.cupy.cuda, "Device", self.Device)

@@ -80,6 +80,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "float16", {"seq": (500, 90), "heads": (2, 1), "key_mask": True}, {"causal": True},
     ),
     "whole-window": ("bfloat16", {"seq": (400, 120), "dims": (128, 128), "batch": 1}, {"window": (20, 9)}),
+    # The same of wide heads, whose columns three warpgroups share out.
+    "whole-192": ("float16", {"seq": (150, 84), "dims": (192, 190), "heads": (4, 2), "dlse": 1.0}, {"causal": True}),
+    "whole-160": ("bfloat16", {"seq": (130, 96), "dims": (149, 160), "batch": 1}, {"rows_aligned": False}),
+    "whole-144": (
+        "float16", {"seq": (300, 90), "dims": (144, 130), "heads": (2, 1), "given": SCORES, "key_mask": True},
+        {"softcap": 2.0, "window": (20, 9), "deterministic": True},
+    ),
     "few-queries": ("float16", {"seq": (5, 400), "heads": (12, 2)}, {"causal": True}),
     # Of heads that share a tile the last ones are none; and heads of results begin at 8 bytes, their rows at 16.
     "few-queries-sinks": (

@@ -76,3 +76,18 @@ def test_sums_of_the_last_heads_alone() -> None:
 def test_without_room_there_are_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_backward_cost, "allowed", lambda *_: 0)
     assert dict(made(BACKWARD, "bfloat16", 64, (1, 1, 1), 4096, H200).scalars)["shares"] == 1
+
+
+def test_sums_of_the_heads_that_come_first_are_cleared_by_the_launch_before() -> None:
+    """Those whose key tiles are the first on all multiprocessors, where there is room for them at once."""
+    fields = {"heads_q": 16, "heads_k": 16, "seq_q": 2048, "seq_k": 2048}
+    for more, cleared in (
+        ({"batch": 8}, 9),  # of 16 key tiles each, on 132 multiprocessors
+        ({"batch": 1, "heads_q": 3, "heads_k": 3, "seq_q": 700}, 3),
+        ({"batch": 8, "causal": "bottom_right", "right": 0}, 16),  # dealt out together
+        ({"batch": 8, "seq_k": 100}, 0),  # the only key tile leaves rows
+        ({"batch": 8, "left": 100, "right": 0}, 0),  # the first key tile stores
+    ):
+        told = dict(plan(problem("bfloat16", 128, **fields | more), H200, BACKWARD).scalars)
+        assert told["cleared"] == cleared <= told["resident"]
+        assert cleared == 0 or cleared >= told["together"]

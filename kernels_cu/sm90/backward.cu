@@ -7,14 +7,16 @@
 // with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128,
 // backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ, and above 256 the columns.
 #include "attention/prepare.cuh"
+#include "ptx/launch.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_narrow.cuh"
 #include "sm90/backward_wide.cuh"
 
-// What each query brings (attention/prepare.cuh), and zeros in the counters.
+// What each query brings (attention/prepare.cuh), and zeros in the counters and the first sums.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_prepare(const __grid_constant__ Params p) {
+    let_next_kernel_start();
     unsigned number = blockIdx.x - ORDERED;
     if constexpr (ORDERED) {  // a block more, the first to start
         if (blockIdx.x == 0) return list_tiles(p);
@@ -36,6 +38,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         tma_prefetch(maps.v);
         tma_prefetch(maps.dout);
     }
+    wait_for_kernel_before();
     __syncthreads();
     if (CLUSTERED) sync_cluster();
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
@@ -57,6 +60,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             WideConsumer(p, maps, s, warpgroup).run();
         else
             NarrowConsumer(p, maps, s, warpgroup).run();
+        if constexpr (Shared::HELPERS > 0) help_to_finish(p, s);
     }
     if (CLUSTERED) sync_cluster();  // shared memory goes with the block
 }

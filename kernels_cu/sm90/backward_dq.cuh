@@ -5,7 +5,7 @@
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/reduce.cuh"
-#include "sm90/backward_tiles.cuh"
+#include "sm90/dq_counters.cuh"
 
 // dq_sum lies in memory as dQ^T lies in registers, four numbers of a lane side by side: fragments of 16 columns by 8
 // queries, in twos that share the queries, PART_ROWS / 8 twos for each 32 columns. A consumer's part, of 64 columns,
@@ -185,6 +185,14 @@ __device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part
     store_rounded<true>(dq, DQTile{part}, 0, threadIdx.x / 32 % 4 * 16);
 }
 
+__device__ inline void hand_over_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Shared::DQRing& ring,
+                                      float scale) {
+    ring.wait_empty();
+    put_rows(dq, part, scale);
+    fence_async();
+    ring.filled();
+}
+
 // WHOLE_BY_LENGTH: on to memory, by all of the consumer's threads, where rows lie as no map can tell. (A template since
 // rows of other kernels may be wider.)
 template <class Given>
@@ -242,22 +250,21 @@ __device__ inline bool has_sums(const Params& p, int n) {
     return !at.none() && !has_whole_dq(p, at.head);
 }
 
-// A warp that turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of
+// A warp turns sums to rows, dQ = scale * dq_sum, of one tile of queries after the other, or of one of
 // FINISH_PARTS parts of a tile (some columns of it, or of half of its rows): FINISH_FRAGMENTS at a time, with
 // FINISH_STAGES times as many under way. Zeros are left where the sums of other heads will be, if those do not store
 // first. A warp by itself waits for nearly every instruction: there must be few of them for a byte.
-__device__ inline void finish_dq(const Params& p, Shared& s, int number) {
+__device__ inline void finish_dq(const Params& p, Shared::FinishRing ring, unsigned first_slot) {
     constexpr int TWOS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
     constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES / FINISH_PARTS, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
     static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0 && (FINISH_PARTS == 1 || FETCHES % DOWN == 0));
-    Shared::FinishRing ring = s.finish_ring(number);
     int lane = threadIdx.x % 32, shares = Share::count(p);
     const Strides& strides = dq_strides(p);
     bool vectors = aligned(dq_rows(p), strides.row, p.dim) && strides.head % 8 == 0 && strides.batch % 8 == 0;
     // A thread takes 8 columns of a query.
     unsigned own = lane % 4 / 2 * FRAGMENT_BYTES + lane / 8 * 16 + lane % 2 * 8 + lane / 4 % 2 * 4;
     // Lane 0 fetches: there it is where the slots begin, as `sums` below.
-    unsigned slots = s.finish_slots(number) + own;
+    unsigned slots = first_slot + own;
     unsigned fetched = 0;
     auto fetch = [&](const float4* from, unsigned n) {
         ring.go_to(n);
@@ -372,4 +379,22 @@ __device__ inline void finish_dq(const Params& p, Shared& s, int number) {
         }
         if (again) cleared();
     }
+}
+
+// A warp that does nothing else; and one of a consumer that has no key tile any more, nor has any other of its block:
+// at the end there is much to turn at once, and where heads are few, some thread blocks have no keys at all.
+__device__ inline void finish_dq(const Params& p, const Shared& s, int number) {
+    finish_dq(p, s.finish_ring(number), s.finish_slots(number));
+}
+__device__ inline void help_to_finish(const Params& p, const Shared& s) {
+    int number = threadIdx.x / 32 - 4;
+    if (number >= Shared::HELPERS) return;
+    Shared::FinishRing ring = s.helper_ring(number);
+    if (threadIdx.x % 32 == 0) {
+        ring.init();  // where TMA wrote
+        mbarrier_init_fence();
+        fence_async();
+    }
+    __syncwarp();
+    finish_dq(p, ring, s.helper_slots(number));
 }

@@ -40,5 +40,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             MovingWideConsumer<true>(p, s).run();
         else
             MovingWideConsumer<false>(p, s).run();
+        if constexpr (Shared::HELPERS > 0) help_to_finish(p, s);
     }
 }

@@ -1,7 +1,7 @@
 // The thread that deals out the Hopper backward's tiles and loads them (the producer): copies come as far ahead as the
 // rings reach.
 #pragma once
-#include "sm90/backward_tiles.cuh"
+#include "sm90/dq_counters.cuh"
 
 // The number of the next key tile. Of a cluster, block 0 draws it and hands it on.
 __device__ inline int next_number(const Params& p, Shared& s) {

@@ -5,7 +5,7 @@
 // is done last with a key tile adds up those of all shares, in their order: so dK and dV are the same bits in every
 // run.
 #pragma once
-#include "sm90/backward_tiles.cuh"
+#include "sm90/dq_counters.cuh"
 
 // f(x, n) for each fragment of a consumer's sums, x[4]; n counts from `first` on. Returns how far.
 template <int N, class F>

@@ -74,7 +74,7 @@ static_assert(!MOVED || !SHARES && !FIRST_STORES && !WHOLE_DQ && !DETERMINISTIC)
 constexpr bool CONSUMERS_ADD = CLUSTERED || (MOVED && WIDE);
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / WARPGROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS * (MOVED && !WIDE ? (DIM + 63) / 64 : 1);
-static_assert(!WHOLE_DQ || !WIDE && !walk::LISTED);
+static_assert(!WHOLE_DQ || !CLUSTERED && !walk::LISTED);
 constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
@@ -273,6 +273,10 @@ struct Shared {
     static constexpr int FINISH_SLOTS = FINISH_RINGS + FINISHERS * FinishRing::BYTES;
     static constexpr int END = FINISH_SLOTS + FINISHERS * FINISH_STAGES * FINISH_BYTES;
     static_assert(END <= SHARED_MEMORY, "the plan asks for less than the kernel lays out");
+    // Consumers that help to finish dQ, once no key tile is left: slots and barriers where K, V, Q and dO lay.
+    static constexpr int HELPER_BYTES = FINISH_STAGES * FINISH_BYTES + (FinishRing::BYTES + 127) / 128 * 128;
+    static constexpr int FREE_SLOTS = FINISHERS == 0 ? 0 : DS_TILES / HELPER_BYTES;
+    static constexpr int HELPERS = FREE_SLOTS < CONSUMER_WARPS ? FREE_SLOTS : CONSUMER_WARPS;
 
     unsigned base;
     int rank;  // of the block in its cluster
@@ -365,6 +369,8 @@ struct Shared {
     }
     __device__ FinishRing finish_ring(int i) const { return {base + FINISH_RINGS + i * FinishRing::BYTES}; }
     __device__ unsigned finish_slots(int i) const { return base + FINISH_SLOTS + i * FINISH_STAGES * FINISH_BYTES; }
+    __device__ unsigned helper_slots(int i) const { return base + i * HELPER_BYTES; }
+    __device__ FinishRing helper_ring(int i) const { return {helper_slots(i) + FINISH_STAGES * FINISH_BYTES}; }
     __device__ DQRing dq(int warpgroup) const { return {base + DQ_RINGS + warpgroup * DQRing::BYTES}; }
 };
 
@@ -447,45 +453,6 @@ __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
         }
     });
 }
-
-// How far dQ is, in `counters` behind the ticket: heads of K and V (their shares) take the room in dq_sum in turn.
-struct DQCounters {
-    unsigned *ticket, *clear, *added, *left;
-    int tiles;  // of queries, for one head of K and V, or the most of a share
-
-    __device__ DQCounters(const Params& p) {
-        ticket = p.counters + 1;          // who turns the next tile of queries, or part of one, to rows
-        clear = ticket + 1;               // of a share, tiles of queries (parts) in whose place are zeros
-        added = clear + Share::count(p);  // thread blocks, with a key tile each, that have added to a tile of queries
-        tiles = Share::most_tiles(p);
-        // SHARES: of a consumer's keys, shares that left their sums.
-        left = added + QueryTiles<ROWS>::of_head(p) * p.heads_q * p.batch;
-    }
-
-    // Zeros in all, by a launch with a block for each tile of queries, which has its number.
-    __device__ void begin(const Params& p, unsigned number) const {
-        if (threadIdx.x != 0) return;
-        if (number == 0) p.counters[0] = *ticket = 0;
-        if (number < Share::count(p)) clear[number] = 0;
-        added[number] = 0;
-        int divided = SHARES ? p.heads_k * p.batch - p.whole_heads : 0;  // heads
-        int sums = KeyTiles<CLUSTER_KEYS>::of_head(p) * divided * CLUSTER * WARPGROUPS;
-        for (int i = number; i < sums; i += gridDim.x) left[i] = 0;
-    }
-
-    // The first tile of a share's sums, less that of its queries.
-    __device__ int shift(const Params& p, int share) const {
-        return SHARES ? share % p.resident * tiles - Share(p, share).first(p) : (share % p.resident - share) * tiles;
-    }
-
-    // Wait until there are zeros where the sums of a share will be. Before, sums of a share of an earlier round lie
-    // there (resident >= 2 * together): all its tickets are taken, and none of them waits for one that came later.
-    __device__ void wait_for_room(int share) const {
-        while (load_acquire(clear + share) != tiles * FINISH_PARTS) {
-        }
-        fence_async_global();
-    }
-};
 
 // Whether so many keys from one on are all of a sequence: then a box of results has nothing of another one.
 template <int COUNT>

@@ -211,7 +211,10 @@ struct WideConsumer {
             if (!CLUSTERED) {
                 changed(dq);
                 dq_ring.go_to(steps);
-                hand_over(dq, s.part(warpgroup), dq_ring);
+                if constexpr (WHOLE_DQ)
+                    hand_over_rows(dq, s.part(warpgroup), dq_ring, p.scale);
+                else
+                    hand_over(dq, s.part(warpgroup), dq_ring);
             }
             if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
         } else if constexpr (DQ_PARTS == 2) {

@@ -44,7 +44,7 @@ SHARE_SPILLS = 128  # bytes: where a share begins
 COLUMN_SPILLS = 176  # more, where columns are shared out: where lie what is sent to the other block, and what is read
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 CLUSTER_BARRIERS = 64  # bytes more, of what the blocks of a cluster send to each other
-FINISH_TICKETS = 4  # for each finishing warp, where tiles of dQ are taken in parts
+FINISH_TICKETS = 12  # for each finishing warp, where tiles of dQ are taken in parts
 FEW_COLUMNS = 64  # with more, what scores take leaves no registers for rows of dQ
 FEW_ADD = 8  # key tiles to each tile of dQ, in a window of no more than this part of the keys
 
@@ -174,9 +174,13 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("WHOLE_BY_LENGTH", short),
         ("ORDERED", ordered), ("BY_VISITS", ordered and cost.by_visits(problem, together)),
     )  # fmt: skip
+    # Heads, or shares, whose key tiles come first: the launch before leaves zeros where their sums will be.
+    cleared = min(resident, max(together, ceil(clusters, max(1, of_head))))
+    cleared *= bool(finish.warps) and not (first_stores or short)  # (some of these have no sums)
+    blocks = clusters if finish.warps else min(of_head * heads, clusters)  # those without keys finish dQ
     launches = (
         Launch("attention_backward_prepare", all_queries + ordered, 128),
-        Launch("attention_backward", cluster * min(of_head * heads, clusters), 128 * (t.warpgroups + 1), size),
+        Launch("attention_backward", cluster * blocks, 128 * (t.warpgroups + 1), size, waits=True),
     )
     workspace = [
         Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, 2, t.rows), t.rows),  # and lse
@@ -209,6 +213,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
             ("resident", resident),
             ("shares", dealt.shares),
             ("whole_heads", dealt.whole),
+            ("cleared", cleared),
         ),
         lists=both_ways(problem, t.rows, keys, "queries" if t.wide else "keys"),
         out_dtype=problem.out_dtype,

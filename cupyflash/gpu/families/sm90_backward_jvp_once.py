@@ -130,6 +130,7 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
     all_keys, all_queries = key_tiles(problem, t.keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * problem.batch
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
+    cleared = min(resident, max(together, ceil(arch.sms, max(1, all_keys // max(1, kv_heads)))))  # as of the backward
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("COLUMN_PARTS", 1), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys),
         ("WARPGROUPS", t.warpgroups), ("CLUSTER", 1), ("STAGES", t.stages), ("DO_STAGES", t.do_stages),
@@ -146,7 +147,7 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
         constants=constants,
         launches=(
             Launch("attention_backward_jvp_prepare", all_queries, 128),
-            Launch("attention_backward_jvp", min(all_keys, arch.sms), 128 * (t.warpgroups + 1), size),
+            Launch("attention_backward_jvp", arch.sms, 128 * (t.warpgroups + 1), size),
         ),
         workspace=(
             Workspace(
@@ -158,6 +159,12 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
         ),
         spills=SPILLS,
         maps=(*moved, *(Box(name, n) for name, n in sides.items())),
-        scalars=(("together", together), ("resident", resident), ("shares", 1), ("whole_heads", 0)),
+        scalars=(
+            ("together", together),
+            ("resident", resident),
+            ("shares", 1),
+            ("whole_heads", 0),
+            ("cleared", cleared),
+        ),
         lists=both_ways(problem, t.rows, t.keys, "keys"),
     )

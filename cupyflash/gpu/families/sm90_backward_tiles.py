@@ -74,7 +74,7 @@ BACKWARD_TILES = (
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
     BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False, cost=number("sm90_backward.few_keys")),
-    BackwardTile(64, 64, 2, 2, 1, spills=200),
+    BackwardTile(64, 64, 2, 2, 1, spills=208),
 )
 # Of short sequences, where a head is one tile: two warpgroups of 128 queries and keys would have three quarters of it
 # in vain.
@@ -116,7 +116,7 @@ def cluster_keys(problem: AttentionProblem, t: BackwardTile) -> int:
 def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
     """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves, rounded, without float32
     sums."""
-    return not problem.ragged and 0 < problem.seq_k <= t.keys and _leaves_whole(problem, t)
+    return not problem.ragged and 0 < problem.seq_k <= t.keys and t.cluster == 1 and _leaves_whole(problem)
 
 
 def some_have_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
@@ -124,8 +124,8 @@ def some_have_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
     if problem.rows_k is None:
         return False
     likely = min(as_dense(problem).seq_k, ceil(problem.rows_k, max(1, problem.batch)))  # (a hint is of the longest)
-    return likely <= t.keys and _leaves_whole(problem, t)
+    return likely <= t.keys and not t.wide and _leaves_whole(problem)
 
 
-def _leaves_whole(problem: AttentionProblem, t: BackwardTile) -> bool:
-    return not (t.wide or problem.widened or problem.add or problem.block_mask is not None)
+def _leaves_whole(problem: AttentionProblem) -> bool:
+    return not (problem.widened or problem.add or problem.block_mask is not None)
