@@ -297,10 +297,10 @@ __device__ void store_staged(const Params& p, const TensorMaps& maps, Shared& s,
                              int warpgroup, const Tile& tile, T* array, const Strides& strides, int column = 0) {
     bool storer = threadIdx.x % 128 == 0;
     int first_row = 64 * warpgroup, warp_row = first_row + threadIdx.x / 32 % 4 * 16;
+    if (storer) tma_wait_read();
+    sync_threads<128>(1 + warpgroup);
+    store_rounded(o, s.o_tile(), warp_row, 0);
     if (maps.map_out) {
-        if (storer) tma_wait_read();
-        sync_threads<128>(1 + warpgroup);
-        store_rounded(o, s.o_tile(), warp_row, 0);
         fence_async();
         sync_threads<128>(1 + warpgroup);
         if (storer) {
@@ -312,12 +312,7 @@ __device__ void store_staged(const Params& p, const TensorMaps& maps, Shared& s,
                 s.o_tile().from(first_row).store(maps.out, at);
             tma_commit();
         }
-    } else {  // the warp's rows are its own, but for sums of the others, who have taken them
-        if constexpr (SUM_TILES > 0)
-            sync_threads<128>(1 + warpgroup);
-        else
-            __syncwarp();
-        store_rounded(o, s.o_tile(), warp_row, 0);
+    } else {  // the warp's rows are its own
         __syncwarp();
         T* out = tile.head.query_row(array, strides, tile.queries.begin) + column;
         store_rows<16, true>(s.o_tile(), warp_row, out, strides.row, tile.head.queries(p) - tile.queries.begin,
