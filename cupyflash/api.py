@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 from . import dispatch, interop
 from . import latent as of_latent
 from .call import Arrays, Call
-from .given import placed, present, trace_score, with_check
+from .given import add_lengths, placed, present, trace_score, with_check
 from .gradients import Gradients, check_wrt
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
@@ -272,8 +272,7 @@ def attention(
         arrays |= {"sinks": sinks, "seed": seed}
     ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
     if ragged:
-        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        arrays |= {"seqlens_k": seqlens_k, "page_table": page_table}
+        add_lengths(arrays, cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table)
     arrays = present("qkv" if latent is None else of_latent.operands(latent, v), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,
@@ -395,8 +394,7 @@ def attention_backward(
         arrays |= {"sinks": sinks, "seed": seed, "dlse": dlse}
     ragged = not (cu_seqlens_q is cu_seqlens_k is seqlens_k is page_table is None)
     if ragged:
-        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        arrays |= {"seqlens_k": seqlens_k, "page_table": page_table}
+        add_lengths(arrays, cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table)
     arrays = present(("q", "dout", "k", "v", "out", "lse"), arrays)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "score": score,

@@ -58,6 +58,18 @@ def present(required: Iterable[str], arrays: Arrays) -> Arrays:
     return arrays
 
 
+def add_lengths(arrays: Arrays, of_q: Any, of_k: Any, filled: Any, pages: Any) -> None:
+    """Those of the arrays that say where sequences lie that are given."""
+    if of_q is not None:
+        arrays["cu_seqlens_q"] = of_q
+    if of_k is not None:
+        arrays["cu_seqlens_k"] = of_k
+    if filled is not None:
+        arrays["seqlens_k"] = filled
+    if pages is not None:
+        arrays["page_table"] = pages
+
+
 def with_check(call: Call, check: Any) -> Call:
     """A call that knows whether values on a device shall be looked at: for it alone, or for all of the process."""
     asked = asked_for(check)

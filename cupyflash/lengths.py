@@ -241,9 +241,22 @@ def refuse_pages(problem: AttentionProblem, of: Pass) -> None:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
+_CHECK = "CUPYFLASH_CHECK"
+_environ: Any = os.environ
+_below: Any = getattr(_environ, "_data", None) if hasattr(_environ, "encodekey") else None  # its dictionary
+_key: Any = None if _below is None else _environ.encodekey(_CHECK)
+
+
+def _is_set() -> bool:
+    """Whether CUPYFLASH_CHECK is there. os.environ by itself takes 0.6 us to say no, what lies below it 0.04."""
+    return _key in _below if _below is not None and os.environ is _environ else _CHECK in os.environ
+
+
 def asked_for(check: Any) -> bool:
     """Whether values on a device shall be looked at: for a call alone, or for all of the process."""
-    asked = os.environ.get("CUPYFLASH_CHECK", "")
+    if check is False and not _is_set():  # each call with lengths comes here
+        return False
+    asked = os.environ.get(_CHECK, "")
     if asked not in ("", "0", "1"):
         raise ValueError(f"CUPYFLASH_CHECK is {asked!r}; it must be 1, 0 or empty")
     return check_flag("check", check) or asked == "1"

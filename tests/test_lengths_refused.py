@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,6 +247,10 @@ def test_nonsense_leads_nowhere() -> None:
 
 def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {name: x for name, x in PACKED.items() if name not in "qkv"}
+    with monkeypatch.context() as patch:  # another mapping in its place
+        patch.setattr(os, "environ", {**os.environ, "CUPYFLASH_CHECK": "yes"})
+        with pytest.raises(ValueError, match="CUPYFLASH_CHECK is 'yes'; it must be 1, 0 or empty"):
+            attention(Q, K, K, **given)
     monkeypatch.setenv("CUPYFLASH_CHECK", "yes")
     with pytest.raises(ValueError, match="CUPYFLASH_CHECK is 'yes'; it must be 1, 0 or empty"):
         attention(Q, K, K, **given)
