@@ -244,11 +244,13 @@ def run(
     # What a kernel declares to be aligned to 1024 bytes begins so; nothing else does.
     start = 1024 if "extern __shared__ __align__(1024)" in generate(kernels) else 1024 + 16
     for made in portions.one_by_one(kernels):
-        params = Packer(made, problem, strides)([addresses.get(name, 0) for name in slots])
+        packer = Packer(made, problem, strides)
+        memory = packer.memory()
+        packer.fill(memory, [addresses.get(name, 0) for name in slots])
         for x in made.launches:
             cluster = dict(kernels.constants).get("CLUSTER", 1) if x.shared_memory else 1
             how = Launch(x.grid, x.threads, cluster, in_flight, start, x.shared_memory, last_first)
-            wrong = launch(library, x.name, how, params, maps)
+            wrong = launch(library, x.name, how, bytes(memory), maps)
             assert wrong is None, f"{x.name}: {wrong}"
     for name, array in given.items():
         array.check(name)
@@ -274,5 +276,6 @@ def tensor_maps(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensormap, "encode", map_text)
         used = {box.array: arrays[box.array] for box in kernels.maps}
-        make = tensormap.Maps(kernels, problem, {name: strides[name] for name in used})
-        return make(*[x.pointer for x in used.values()])
+        maps = tensormap.PlacedMaps(tensormap.Maps(kernels, problem, {name: strides[name] for name in used}))
+        maps.point([x.pointer for x in used.values()])
+        return bytes(maps.memory)

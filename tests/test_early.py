@@ -67,10 +67,17 @@ def test_behind_an_append_all_of_a_forward_does(cuda: Cuda, asked: list[tuple[in
     assert [x[0] for x in asked] == [1000, 1001] and not cuda.launches
 
 
+def test_a_backward_starts_under_what_prepares_it(cuda: Cuda, asked: list[tuple[int, ...]]) -> None:
+    launched(cuda, H200, True, True, of=BACKWARD)
+    assert [x[0] for x in asked] == [1001]
+    assert [x.function for x in cuda.launches] == [1000]  # waits for all before it: it writes what those may read
+
+
 def test_what_does_not_wait_is_launched_as_ever(cuda: Cuda, asked: list[tuple[int, ...]]) -> None:
-    """A backward, a family that has no such kernels, an older GPU, and where it is not possible."""
+    """Families that have no such kernels, an older GPU, and where it is not possible."""
     for overlaps, arch, more in (
-        (True, H200, {"of": BACKWARD}), (True, H200, {"family": "simt"}), (True, A100, LONG), (False, H200, LONG),
+        (True, H200, {"of": BACKWARD, "family": "sm80"}), (True, H200, {"family": "simt"}), (True, A100, LONG),
+        (False, H200, LONG), (False, H200, {"of": BACKWARD}),
     ):  # fmt: skip
         launched(cuda, arch, overlaps, True, **more)
     assert not asked and len(cuda.launches) >= 7
@@ -104,6 +111,11 @@ def test_who_may_start_early_waits_before_it_reads_or_writes(arch: str) -> None:
             seen += x.waits
         assert "griddepcontrol.launch_dependents" in code["attention_forward"]
     assert seen == 8
+    made = plan(problem("bfloat16"), Arch.of("sm_90a"), BACKWARD)
+    code = {x.name: ptx(generate(made), "sm_90a")[x.name] for x in made.launches}
+    assert "griddepcontrol.launch_dependents" in code["attention_backward_prepare"]
+    waits, reads = (re.search(what, code["attention_backward"]) for what in (r"griddepcontrol\.wait", READS))
+    assert waits is not None and reads is not None and waits.start() < reads.start()
     program = Program("bfloat16", 8, "", False, (("seqlens_k", "int32"),))
     assert "griddepcontrol.launch_dependents" in ptx(program.source(), arch)[NAME]
 
@@ -167,6 +179,39 @@ def test_the_same_bits(eight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         early_is(False)
         assert torch.equal(got, steps())
         early_is(True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "heads", "dim"), [(300, 1, 128), (700, 8, 64), (200, 3, 256)])
+def test_a_backward_gives_the_same_bits(length: int, heads: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backwards behind each other share their workspace, and each gives the next one its dout."""
+    torch = pytest.importorskip("torch")
+    from cupyflash import attention, attention_backward
+    from cupyflash.gpu import corridor
+
+    q, k, v, first = (torch.randn(2, length, heads, dim, device="cuda").bfloat16() for _ in range(4))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+
+    def steps(count: int = 6) -> Any:
+        dout, found = first, []
+        for _ in range(count):
+            found.append(attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=True))
+            dout = found[-1].dq
+        return torch.stack([x for grads in found for x in grads[:3]])
+
+    monkeypatch.setattr(early, "possible", lambda: False)
+    corridor.forget()
+    want = steps()
+    monkeypatch.setattr(early, "possible", lambda: True)
+    corridor.forget()
+    graph = torch.cuda.CUDAGraph()
+    assert torch.equal(steps(), want)
+    with torch.cuda.graph(graph):
+        got = steps()
+    for _ in range(20):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 @pytest.fixture(autouse=True)

@@ -114,12 +114,58 @@ def test_workspace_is_aligned_and_apart(cuda: Cuda, family: str, of: Pass, deter
         assert (record["counters"] != 0) == deterministic
 
 
-def test_packed_once_for_the_same_pointers(cuda: Cuda) -> None:
-    launched = Launched(cuda, A100, FORWARD)
-    for at in (256, 256, 512):
+def test_filled_once_for_the_same_pointers(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, filled = Launched(cuda, A100, FORWARD), []
+    fill = params.Packer.fill
+    monkeypatch.setattr(params.Packer, "fill", lambda *x: filled.append(x[2][0]) or fill(*x))
+    for at in (256, 256, 512, 256):
         launched(q=at)
-    first, again, other = (x.table for x in cuda.launches)
-    assert first == again != other
+    first, again, other, last = (x.table for x in cuda.launches)
+    assert first == again == last != other and filled == [256, 512]
+
+
+def test_those_of_the_oldest_pointers_are_filled_anew(cuda: Cuda) -> None:
+    """A caller whose arrays lie elsewhere in each call makes no more of them."""
+    launched = Launched(cuda, H200, BACKWARD)
+    for at in range(1024, 1024 * (2 * launch._KEPT + 1), 1024):
+        record = launched(q=at, dout=at + 256)
+        assert (record["q"], record["dout"]) == (at, at + 256)
+    tables = [x.table for x in cuda.launches]
+    assert len({*tables}) == launch._KEPT and tables[-1] == tables[len(tables) // 2 - 1]
+
+
+def test_two_threads_have_arguments_of_their_own(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver lets others run while it copies them."""
+    launched, seen = Launched(cuda, A100, FORWARD), []
+    plain = cuda.launchKernel
+
+    def interrupted(*args: Any) -> None:
+        if not seen:
+            seen.append(args[9])
+            other = threading.Thread(target=launched, kwargs={"q": 512})
+            other.start()
+            other.join()
+        plain(*args)
+
+    monkeypatch.setattr(cuda, "launchKernel", interrupted)
+    assert launched(q=256)["q"] == 256
+    inner, outer = cuda.launches
+    assert inner.table != outer.table == seen[0]
+
+
+def test_arguments_of_a_refused_launch_are_not_kept(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = Launched(cuda, H200, FORWARD)
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError("refused")
+
+        launched(q=256)
+        patch.setattr(tensormap, "move", refuse)
+        patch.setattr(launch, "_KEPT", 1)
+        with pytest.raises(RuntimeError, match="refused"):
+            launched(q=512)
+    assert launched(q=512)["q"] == 512 and launched(q=256)["q"] == 256
 
 
 def test_the_copy_engine_gets_its_maps(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +178,15 @@ def test_the_copy_engine_gets_its_maps(cuda: Cuda, monkeypatch: pytest.MonkeyPat
     assert encoded == [(addresses[box.array], box) for box in launched.plan.maps]
     size = 128 * len(launched.plan.maps)
     assert cuda.launches[0].parameter(1, size + 64) == bytes(size) + (1).to_bytes(64, "little")
+    monkeypatch.setattr(launch, "_KEPT", 1)
+    moved = []
+    monkeypatch.setattr(tensormap, "move", lambda _, at: moved.append(at))
     launched(**addresses | {"dq": 16 * 999})  # not read or written by TMA
-    assert len(encoded) == len(launched.plan.maps)
+    launched(**addresses | {"v": 16 * 999})
+    assert len(encoded) == len(launched.plan.maps) and moved == [16 * 999]
+    monkeypatch.setattr(launch, "_KEPT", 9)  # another set, which is like the one that is there
+    launched(**addresses | {"v": 16 * 998})
+    assert len(encoded) == len(launched.plan.maps) and moved == [16 * 999, 16 * 998]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,13 @@ def asked(dtype: str, family: str = "") -> AttentionProblem:
         dtype, 64, 96, batch=3, heads_q=10, heads_k=5, seq_q=700, seq_k=800, diagonal=-7, left=17, right=18, scale=-0.3,
         **scores,
     )  # fmt: skip
+
+
+def packed(packer: params.Packer, addresses: Sequence[int] | None = None) -> bytes:
+    """Params with these pointers, or null ones."""
+    memory = packer.memory()
+    packer.fill(memory, addresses or [0] * len(packer.slots))
+    return bytes(memory)
 
 
 def declared(kernel_plan: KernelPlan) -> list[tuple[str, str]]:
@@ -83,7 +91,7 @@ def test_the_fields_of_a_backward() -> None:
     ]  # fmt: skip
     strided = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
     assert [name for type, name in fields if type == "Strides"] == [f"{name}_strides" for name in strided]
-    assert fields[-5:-1] == [("int", name) for name in ("together", "resident", "shares", "whole_heads")]
+    assert fields[-6:-1] == [("int", name) for name in ("together", "resident", "shares", "whole_heads", "cleared")]
     assert ("double*", "delta") in declared(plan(asked("float64"), H200, BACKWARD))
 
 
@@ -117,7 +125,7 @@ def test_values_stand_where_they_belong(family: str, dtype: str, of: Pass) -> No
     strides |= {rule.name: (7 + n, 0, 5, 1) for n, rule in enumerate(OF_ALL) if rule.axes}
     packer = params.Packer(kernel_plan, state, strides)
     addresses = [2**48 + 256 * i for i in range(len(packer.slots))]
-    record = np.frombuffer(packer(addresses), params.layout(kernel_plan))[0]
+    record = np.frombuffer(packed(packer, addresses), params.layout(kernel_plan))[0]
     held = {name: record[name] for name in packer.slots if name not in params.KEYS}
     held |= zip(params.KEYS, record["round_keys"] if state.dropout else ())
     assert held == dict(zip(packer.slots, addresses))
@@ -182,7 +190,7 @@ def test_caps_stay_in_their_type(dtype: str, largest: float) -> None:
         state = problem(dtype, scale=scale, softcap=softcap)
         kernel_plan = plan(state, H200)
         packer = params.Packer(kernel_plan, state, {})
-        record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
+        record = np.frombuffer(packed(packer), params.layout(kernel_plan))[0]
         assert np.isfinite(record["cap"]) and np.isfinite(record["cap_inverse"]) and record["cap"] > 0
 
 
@@ -197,7 +205,7 @@ def test_caps_near_zero(scale: float, softcap: float, dtype: str, largest: float
     state = problem(dtype, scale=scale, softcap=softcap)
     kernel_plan = plan(state, H200)
     packer = params.Packer(kernel_plan, state, {})
-    record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
+    record = np.frombuffer(packed(packer), params.layout(kernel_plan))[0]
     bound, c0, c1, c2 = (record[name] for name in ("near_cap_squared", "near_cap_0", "near_cap_1", "near_cap_2"))
     d1, d2 = (record[name] for name in ("near_slope_1", "near_slope_2"))
     s = np.linspace(-1, 1, 1001, dtype=np.float32) * np.sqrt(bound)
@@ -219,7 +227,7 @@ def test_the_factor_is_never_0(dtype: str, least: float) -> None:
     state = problem(dtype, scale=0.0)
     kernel_plan = plan(state, H200)
     packer = params.Packer(kernel_plan, state, {})
-    record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))[0]
+    record = np.frombuffer(packed(packer), params.layout(kernel_plan))[0]
     assert record["scale"] == 0 and record["factor"] == pytest.approx(least)
 
 
@@ -263,5 +271,5 @@ def test_which_pattern_of_a_block_mask_is_that_of_a_head() -> None:
         given = dataclasses.replace(asked("float16"), block_mask=axes)
         kernel_plan = plan(given, H200, family="sm80")
         packer = params.Packer(kernel_plan, given, {})
-        record = np.frombuffer(packer([0] * len(packer.slots)), params.layout(kernel_plan))
+        record = np.frombuffer(packed(packer), params.layout(kernel_plan))
         assert tuple(int(record[name][0]) for name in ("lists", "lists_batch", "lists_head")) == numbers

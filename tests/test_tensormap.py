@@ -44,25 +44,38 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         buffer = ctypes.create_string_buffer(bytes([len(calls)]) * 128, 128)
         return status, SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer), buffer=buffer)
 
+    def replace(found: Any, address: int) -> Any:
+        assert found.getPtr() % 64 == 0
+        calls.append({"moved": address})
+        ctypes.memset(found.getPtr(), 255, 128)
+        return (driver.CUresult.CUDA_ERROR_INVALID_VALUE if address == 0xBAD0 else driver.CUresult.CUDA_SUCCESS,)
+
     names = {name: getattr(driver, name) for name in dir(driver) if name.startswith(("CU", "cuu"))}
-    monkeypatch.setattr(tensormap, "_driver", lambda: SimpleNamespace(**names, cuTensorMapEncodeTiled=encode))
+    names |= {"cuTensorMapEncodeTiled": encode, "cuTensorMapReplaceAddress": replace}
+    monkeypatch.setattr(tensormap, "bindings", lambda: SimpleNamespace(**names))
     return calls
 
 
-def maps(strides: dict[str, tuple[int, ...]] = STRIDES, **fields: Any) -> tensormap.Maps:
+def pointed(maps: tensormap.PlacedMaps, *at: int) -> bytes:
+    """The parameter for arrays there."""
+    maps.point(at)
+    return bytes(maps.memory)
+
+
+def maps(strides: dict[str, tuple[int, ...]] = STRIDES, **fields: Any) -> tensormap.PlacedMaps:
     fields = {"batch": 1, "heads_q": 8, "heads_k": 2, "seq_q": 500, "seq_k": 300} | fields
     asked = problem("bfloat16", 64, 128, **fields)
-    return tensormap.Maps(plan(asked, Arch.of("sm_90a"), family="sm90"), asked, strides)
+    return tensormap.PlacedMaps(tensormap.Maps(plan(asked, Arch.of("sm_90a"), family="sm90"), asked, strides))
 
 
 def test_rows_that_are_dead_by_position_are_no_part_of_inputs(asked: list[dict[str, Any]]) -> None:
     """500 queries on 300 keys: the first 90 see none, nor do the last 95; the first 80 and the last 10 of 500 keys
     nobody sees."""
-    maps(diagonal=-100, left=5, right=10)(*AT)
+    pointed(maps(diagonal=-100, left=5, right=10), *AT)
     assert [call["at"] for call in asked] == [AT[0] + 90 * 2048, *AT[1:]]
     assert [call["shape"][1] for call in asked] == [315, 300, 300, 500]
     asked.clear()
-    maps(seq_q=300, seq_k=500, diagonal=180, left=100, right=10)(*AT)
+    pointed(maps(seq_q=300, seq_k=500, diagonal=180, left=100, right=10), *AT)
     assert [call["at"] for call in asked] == [AT[0], AT[1] + 80 * 256, AT[2] + 80 * 512, AT[3]]
     assert [call["shape"][1] for call in asked] == [300, 410, 410, 300]
 
@@ -74,9 +87,8 @@ def test_windows_of_packed_rows(asked: list[dict[str, Any]]) -> None:
     given = problem("bfloat16", 64, batch=9, heads_q=8, heads_k=2, seq_q=500, seq_k=300, rows_q=500, rows_k=300,
         given=offsets)  # fmt: skip
     made = plan(given, Arch.of("sm_90a"), BACKWARD, "sm90")
-    tensormap.Maps(made, given, dict.fromkeys(("q", "k", "v", "dout", "dk", "dv", "dq"), (0, 512, 64)))(
-        *[1 << 20] * len(made.maps)
-    )
+    of_all = tensormap.Maps(made, given, dict.fromkeys(("q", "k", "v", "dout", "dk", "dv", "dq"), (0, 512, 64)))
+    pointed(tensormap.PlacedMaps(of_all), *[1 << 20] * len(made.maps))
     assert len(asked) == len(made.maps) == 7
     for call, box in zip(asked, made.maps):
         rows, heads = (300, 2) if box.array in ("k", "v", "dk", "dv") else (500, 8)
@@ -111,7 +123,7 @@ def test_rows_that_no_window_reaches() -> None:
 
 def test_columns_rows_heads_batches(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_forward_cost, "by_seconds", lambda *_: ())  # a tile whose rows and keys are many
-    parameter = maps()(*AT)
+    parameter = pointed(maps(), *AT)
     assert [call["at"] for call in asked] == list(AT)
     assert {call["dtype"] for call in asked} == {"BFLOAT16"}
     assert [call["shape"] for call in asked] == [[64, 500, 8, 1], [64, 300, 2, 1], [128, 300, 2, 1], [128, 500, 8, 1]]
@@ -128,21 +140,47 @@ def test_columns_rows_heads_batches(asked: list[dict[str, Any]], monkeypatch: py
 
 def test_boxes_of_several_heads(asked: list[dict[str, Any]]) -> None:
     """Few queries: a box of Q has all of those of many heads, also of more than there are."""
-    maps(seq_q=5, batch=10)(*AT)
+    pointed(maps(seq_q=5, batch=10), *AT)
     assert [call["shape"] for call in asked] == [[64, 5, 8, 10], [64, 300, 2, 10], [128, 300, 2, 10], [128, 5, 8, 10]]
     assert [call["box"] for call in asked] == [[64, 8, 16, 1], [64, 128, 1, 1], [64, 128, 1, 1], [64, 64, 1, 1]]
 
 
 def test_strides_between_batches(asked: list[dict[str, Any]]) -> None:
-    maps(STRIDES | {"k": (40_000, 128, 64)}, batch=3)(*AT)
+    pointed(maps(STRIDES | {"k": (40_000, 128, 64)}, batch=3), *AT)
     assert [call["strides"][2] for call in asked] == [1_400_000, 80_000, 160_000, 1_600_000]
 
 
-def test_encoded_once_for_the_same_arrays(asked: list[dict[str, Any]]) -> None:
+def test_encoded_once_and_moved(asked: list[dict[str, Any]]) -> None:
+    made = maps(diagonal=-100, left=5, right=10)
+    first = pointed(made, *AT)
+    assert pointed(made, *AT) == first and len(asked) == 4
+    second = pointed(made, 0x5000, *AT[1:])  # that array's alone
+    assert asked[4:] == [{"moved": 0x5000 + 90 * 2048}] and second == bytes([255] * 128) + first[128:]
+    assert pointed(made, 0x5000, *AT[1:3], 0x4008) == second[:-64] + bytes(64) and len(asked) == 5  # no map is of that
+    assert pointed(made, 0x5000, *AT[1:]) == second and len(asked) == 5
+
+
+def test_more_of_them_like_one(asked: list[dict[str, Any]]) -> None:
+    """What lies where it did is copied."""
     made = maps()
-    first = made(*AT)
-    assert made(*AT) == first and len(asked) == 4
-    assert made(0x5000, *AT[1:]) != first and len(asked) == 5  # that array's alone
+    first = pointed(made, *AT)
+    other = tensormap.PlacedMaps(made._maps, made)
+    assert pointed(other, *AT[:2], 0x9000, AT[3]) == first[:256] + bytes([255] * 128) + first[384:]
+    assert asked[4:] == [{"moved": 0x9000}] and bytes(made.memory) == first
+
+
+def test_an_output_that_is_at_a_place_for_a_map_later(asked: list[dict[str, Any]]) -> None:
+    made = maps()
+    assert pointed(made, *AT[:3], 0x4008)[384:] == bytes(192) and len(asked) == 3
+    whole = b"".join(bytes([n]) * 128 for n in (1, 2, 3, 4))
+    assert pointed(made, *AT) == whole + (1).to_bytes(64, "little") and len(asked) == 4
+
+
+def test_a_map_that_the_driver_does_not_move(asked: list[dict[str, Any]]) -> None:
+    made = maps()
+    pointed(made, *AT)
+    with pytest.raises(RuntimeError, match=r"cannot move TMA's description of an array to 0xbad0 \(CUDA_ERROR_INVALID"):
+        pointed(made, AT[0], 0xBAD0, *AT[2:])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +204,8 @@ def test_outputs_have_maps_only_where_their_rows_end_at_16_bytes(
         columns = {"dk": dims[0], "dq": dims[0], "dv": dims[1], "out": dims[1]}
         written = {box.array for box in chosen.maps} & columns.keys()
         whole = all(columns[name] * ITEMSIZE[out_dtype or dtype] % 16 == 0 for name in written)
-        parameter = tensormap.Maps(chosen, given, strides)(*[0x1000] * len(chosen.maps))
+        placed = tensormap.PlacedMaps(tensormap.Maps(chosen, given, strides))
+        parameter = pointed(placed, *[0x1000] * len(chosen.maps))
         assert int.from_bytes(parameter[-64:], "little") == whole, dims
         asked.clear()
         seen |= {(name, whole) for name in written}
@@ -178,7 +217,7 @@ def test_outputs_have_maps_only_where_their_rows_end_at_16_bytes(
 @pytest.mark.parametrize("out", [(800_000, -1024, 128), (800_000, 1023, 128), (800_000, 1024, 0)])
 def test_an_output_that_no_map_can_tell(asked: list[dict[str, Any]], out: tuple[int, ...]) -> None:
     for made, at in ((maps(STRIDES | {"out": out}), AT), (maps(), (*AT[:3], 0x4008))):
-        parameter = made(*at)
+        parameter = pointed(made, *at)
         assert parameter[384:] == bytes(192)
     assert len(asked) == 6
 
@@ -187,4 +226,4 @@ def test_a_refusal_of_the_driver(asked: list[dict[str, Any]]) -> None:
     with pytest.raises(
         RuntimeError, match=r"cannot describe an array of shape \(64, 500, 8, 1\).*0xbad0.*INVALID_VALUE"
     ):
-        maps()(0xBAD0, *AT[1:])
+        pointed(maps(), 0xBAD0, *AT[1:])

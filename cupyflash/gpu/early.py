@@ -19,19 +19,24 @@ def possible() -> bool:
 
 def launch(function: int, grid: int, threads: int, shared: int, stream: int, address: int) -> None:
     """As `launchKernel` of CuPy's driver, for the kernel's parameters at `address`."""
-    from cuda.bindings import driver
-
-    (error,) = driver.cuLaunchKernelEx(_config(grid, threads, shared, stream), function, address, 0)
+    (error,) = bindings().cuLaunchKernelEx(_config(grid, threads, shared, stream), function, address, 0)
     if error:
         from cupy.cuda.driver import CUDADriverError
 
         raise CUDADriverError(int(error))
 
 
-@functools.lru_cache(1024)
-def _config(grid: int, threads: int, shared: int, stream: int) -> Any:
+@functools.cache  # an import statement costs 1 us in every launch
+def bindings() -> Any:
+    """Of the driver."""
     from cuda.bindings import driver
 
+    return driver
+
+
+@functools.lru_cache(1024)
+def _config(grid: int, threads: int, shared: int, stream: int) -> Any:
+    driver = bindings()
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,9 +21,9 @@ from ..problem import ITEMSIZE, AttentionProblem, View
 from . import early, portions
 from .kernel_plan import KernelPlan
 from .params import Packer
-from .tensormap import Maps
+from .tensormap import Maps, PlacedMaps
 
-_KEPT = 256  # sets of pointers whose packed arguments are kept
+_KEPT = 256  # sets of pointers whose arguments are kept
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -72,10 +73,30 @@ class Arguments:
 
     __slots__ = ("_kept", "address")
 
-    def __init__(self, *packed: bytes) -> None:
-        parameters = [(ctypes.c_char * len(x)).from_buffer_copy(x) for x in packed]
-        table = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, parameters))
+    def __init__(self, *parameters: ctypes.Array[ctypes.c_char]) -> None:
+        table = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         self._kept, self.address = (parameters, table), ctypes.addressof(table)
+
+
+class _Filled:
+    """What a launcher's kernels are launched with, by one caller at a time. `like`: another, that is kept."""
+
+    def __init__(
+        self, packers: Sequence[Packer], maps: Maps | None, mapped: Sequence[int], like: _Filled | None
+    ) -> None:
+        self._params = [(packer, packer.memory()) for packer in packers]
+        self._maps: PlacedMaps | None = None
+        if maps is not None:
+            self._maps = PlacedMaps(maps, None if like is None else like._maps)
+        self._mapped = mapped
+        more = () if self._maps is None else (self._maps.memory,)
+        self.arguments = [Arguments(memory, *more) for _, memory in self._params]
+
+    def point(self, pointers: Sequence[int]) -> None:
+        for packer, memory in self._params:
+            packer.fill(memory, pointers)
+        if self._maps is not None:
+            self._maps.point([pointers[i] for i in self._mapped])
 
 
 class Launcher:
@@ -97,20 +118,19 @@ class Launcher:
         self.device = ordinal
         self._functions = functions  # they keep their modules loaded
         found = {(x.name, x.shared_memory): function.ptr for function, x in zip(functions, plan.launches)}
-        self._portions = [  # its Params, and its kernels
-            (
-                Packer(made, problem, strides),
-                [
-                    (found[x.name, x.shared_memory], x.grid, x.threads, x.shared_memory, overlaps and x.waits)
-                    for x in made.launches
-                ],
-            )
-            for made in portions.one_by_one(plan)
-        ]
-        self.slots: dict[str, int] = self._portions[0][0].slots
-        self._maps = Maps(plan, problem, strides) if plan.maps else None
-        self._arguments = functools.lru_cache(_KEPT)(self._packed)
-        self._mapped = [self.slots[box.array] for box in plan.maps]
+        packers, self._kernels = list[Packer](), []  # of each portion
+        for made in portions.one_by_one(plan):
+            packers.append(Packer(made, problem, strides))
+            kernels = [
+                (found[x.name, x.shared_memory], x.grid, x.threads, x.shared_memory, overlaps and x.waits)
+                for x in made.launches
+            ]
+            self._kernels.append(kernels)
+        self.slots: dict[str, int] = packers[0].slots
+        mapped = [self.slots[box.array] for box in plan.maps]
+        maps = Maps(plan, problem, strides) if plan.maps else None
+        self._make = functools.partial(_Filled, packers, maps, mapped)
+        self._filled = OrderedDict[tuple[int, ...], _Filled]()  # by their pointers, but those that a launch has
         self._offsets, self.workspace = [], 0  # bytes; what a plan does not need of it stays null
         self._found = [(self.slots[name], name) for name in plan.found]
         self._places: dict[str, int] = {}
@@ -139,20 +159,33 @@ class Launcher:
             if name in first._places:  # else it is empty
                 pointers[index] = workspace + first._places[name]
 
-    def _packed(self, pointers: tuple[int, ...]) -> list[Arguments]:
-        maps = () if self._maps is None else (self._maps(*[pointers[i] for i in self._mapped]),)
-        return [Arguments(params(pointers), *maps) for params, _ in self._portions]
-
     def _launch(self, pointers: Sequence[int], stream: int, follows: bool) -> None:
-        packed = self._arguments(tuple(pointers))  # for which the driver is asked, too
+        at = tuple(pointers)
+        filled = self._filled.pop(at, None)
+        if filled is None:
+            filled = self._other()
+            filled.point(pointers)  # for which the driver is asked, too
         # By the driver: CuPy's functions look at every argument anew, for some 3 us of a launch.
-        for arguments, (_, kernels) in zip(packed, self._portions):
+        for arguments, kernels in zip(filled.arguments, self._kernels):
             for function, grid, threads, shared, waits in kernels:
                 if waits and follows:
                     early.launch(function, grid, threads, shared, stream, arguments.address)
                 else:
                     driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared, stream, arguments.address, 0)
                 follows = True
+        self._filled[at] = filled
+
+    def _other(self) -> _Filled:
+        """The oldest of those that are kept, or one more, after it: what of it stays has not to be made anew."""
+        try:
+            at, oldest = self._filled.popitem(last=False)
+        except KeyError:  # none yet, or others have them
+            return self._make(None)
+        if len(self._filled) + 1 >= _KEPT:
+            return oldest
+        found = self._make(oldest)
+        self._filled[at] = oldest
+        return found
 
 
 def on_device(pointer: int, view: View, device: int) -> cupy.ndarray:

@@ -5,6 +5,7 @@ The pointers stand in front, and at the end what the kernels know of a seed that
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import struct
@@ -382,10 +383,16 @@ class Packer:
         keys = ((0,) * len(back),) if back else ()
         record = np.array((*(0,) * len(front), *[x.value for x in values], *keys), _layout(plan, front, values))
         self._front, self._back = (struct.Struct(f"<{len(x)}Q") for x in (front, back))
-        self._between = record.tobytes()[self._front.size : record.nbytes - self._back.size]
+        self._record, self._behind = record.tobytes(), record.nbytes - self._back.size
         self._pointers = len(front)
 
-    def __call__(self, addresses: Sequence[int]) -> bytes:
-        """Params with these pointers, and round keys, in the order of `slots`."""
+    def memory(self) -> ctypes.Array[ctypes.c_char]:
+        """Params but for what `fill` puts there."""
+        return (ctypes.c_char * len(self._record)).from_buffer_copy(self._record)
+
+    def fill(self, memory: ctypes.Array[ctypes.c_char], addresses: Sequence[int]) -> None:
+        """Pointers, and round keys, in the order of `slots`."""
         n = self._pointers
-        return self._front.pack(*addresses[:n]) + self._between + self._back.pack(*addresses[n:])
+        self._front.pack_into(memory, 0, *addresses[:n])
+        if len(addresses) > n:
+            self._back.pack_into(memory, self._behind, *addresses[n:])

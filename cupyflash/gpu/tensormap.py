@@ -7,9 +7,9 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..problem import ITEMSIZE, AttentionProblem
+from .early import bindings
 from .kernel_plan import Box, KernelPlan, by_line
 
 BYTES = 128  # of one map
@@ -19,11 +19,11 @@ BYTES = 128  # of one map
 # lies there.
 WINDOW = 1 << 30
 ROW = 128  # bytes of a box: as the swizzle of tile/swizzled.cuh takes them
-_KEPT = 256  # addresses of an array whose maps are kept
+ALIGNED = 64  # bytes, where a map begins
 
 
 class Maps:
-    """The maps that a plan's kernels take as their second parameter: those of `plan.maps`, in order.
+    """The maps that a plan's kernels take as their second parameter: those of `plan.maps`, in order, but for addresses.
 
     Outputs come last, and behind them stands whether they are there: where one lies as no map can tell (rows that do
     not begin and end at 16 bytes, negative strides) the kernel stores them by itself.
@@ -50,8 +50,8 @@ class Maps:
             "dv": (p.dim_v, of_k[0], p.heads_k, of_k[1]),
             "dq": (p.dim, of_q[0], p.heads_q, of_q[1]),
         }
-        self._arrays = []
-        self._skipped: list[int] = []  # bytes before the first row
+        self.arrays = []  # dtype, shape, strides, box of each
+        self.skipped: list[int] = []  # bytes before the first row
         for box in plan.maps:
             if box.pairwise:
                 dtype = next(x.dtype for x in plan.given if x.name == box.array)
@@ -73,25 +73,44 @@ class Maps:
             if box.windows:
                 shape = (shape[0], WINDOW, shape[2], shape[1] + 1, WINDOW + 1)
                 apart = (*apart[:2], apart[0], 2**64 // WINDOW - apart[0])
-            self._arrays.append((dtype, shape, apart, box))
-            self._skipped.append(size * row * firsts.get(box.array.removeprefix("t"), 0))
-        self._inputs = sum(box.array not in plan.of.results for box in plan.maps)
-        outputs = self._arrays[self._inputs :]
+            self.arrays.append((dtype, shape, apart, box))
+            self.skipped.append(size * row * firsts.get(box.array.removeprefix("t"), 0))
+        self.inputs = sum(box.array not in plan.of.results for box in plan.maps)
+        outputs = self.arrays[self.inputs :]
         # A store is cut at 16 bytes of a row, not at an element: it would write what follows a row that ends in
         # between.
         sizes = [n for dtype, shape, apart, _ in outputs for n in (shape[0] * ITEMSIZE[dtype], *apart)]
-        self._mappable = all(0 < n < 2**40 and n % 16 == 0 for n in sizes)
-        # One by one: a caller that allocates its results has them at other addresses, and the rest where it was.
-        self._map = functools.lru_cache(_KEPT * len(self._arrays))(
-            lambda i, at: encode(at + self._skipped[i], *self._arrays[i])
-        )
+        self.mappable = all(0 < n < 2**40 and n % 16 == 0 for n in sizes)
 
-    def __call__(self, *pointers: int) -> bytes:
-        """The parameter for arrays at these addresses, in the order of `plan.maps`."""
-        mapped = self._mappable and not functools.reduce(operator.or_, pointers[self._inputs :], 0) & 15
-        last = len(pointers) if mapped else self._inputs
-        maps = map(self._map, range(last), pointers)
-        return b"".join((*maps, bytes(BYTES * (len(pointers) - last)), int(mapped).to_bytes(64, "little")))
+
+class PlacedMaps:
+    """The parameter that `Maps` are, in memory for one launch at a time. `like`: others of them, that are kept."""
+
+    def __init__(self, maps: Maps, like: PlacedMaps | None = None) -> None:
+        count = len(maps.arrays)
+        self._maps = maps
+        self._at: list[int | None] = [None] * count if like is None else [*like._at]  # the address that each has
+        whole = (ctypes.c_char * (BYTES * count + 2 * ALIGNED))()
+        begin = -ctypes.addressof(whole) % ALIGNED
+        self.memory = (ctypes.c_char * (BYTES * count + ALIGNED)).from_buffer(whole, begin)
+        self._bytes, self._begin = memoryview(self.memory).cast("B"), ctypes.addressof(self.memory)
+        if like is not None:
+            self._bytes[:] = like._bytes
+
+    def point(self, pointers: Sequence[int]) -> None:
+        """To arrays at these addresses, in the order of `plan.maps`. Where one lies elsewhere than before its map is
+        moved, not made anew."""
+        maps = self._maps
+        mapped = maps.mappable and not functools.reduce(operator.or_, pointers[maps.inputs :], 0) & 15
+        for i in range(len(self._at) if mapped else maps.inputs):
+            at = pointers[i]
+            if at != self._at[i]:
+                if self._at[i] is None:
+                    self._bytes[BYTES * i : BYTES * (i + 1)] = encode(at + maps.skipped[i], *maps.arrays[i])
+                else:
+                    move(self._begin + BYTES * i, at + maps.skipped[i])
+                self._at[i] = at
+        self._bytes[BYTES * len(self._at)] = mapped
 
 
 def _entries(problem: AttentionProblem, packed: int | None, rows: int) -> tuple[int, int]:
@@ -103,7 +122,7 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
 
     `strides` are those of all but columns, in bytes. RuntimeError with the driver's reason where it refuses.
     """
-    driver = _driver()
+    driver = bindings()
     kind = driver.CUtensorMapDataType
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
     status, found = driver.cuTensorMapEncodeTiled(
@@ -133,8 +152,10 @@ def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int,
     return ctypes.string_at(found.getPtr(), BYTES)
 
 
-@functools.cache
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
+def move(address: int, pointer: int) -> None:
+    """Let the map at `address` be that of an array at `pointer`. RuntimeError with the driver's reason where it
+    refuses."""
+    driver = bindings()
+    (status,) = driver.cuTensorMapReplaceAddress(driver.CUtensorMap(_ptr=address), pointer)
+    if status:
+        raise RuntimeError(f"the driver cannot move TMA's description of an array to {pointer:#x} ({status.name})")
