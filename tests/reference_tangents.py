@@ -44,7 +44,7 @@ class Tangents(dict[str, np.ndarray]):
     def unit(self, name: str) -> float:
         """`unit` of a result in `assert_as_good`, as `Standard.unit`."""
         with np.errstate(all="ignore"):
-            few = self[name].size < 2000 or name in ("tdq", "tdk")
+            few = self[name].size < 2000 or name in ("tout", "tdq", "tdk")
             return max(1.0, self._of.reckon().get(name, 0.0) / 1e-5) if few else 1.0
 
 
@@ -164,6 +164,9 @@ class _Tangents:
             of_rowsums = [((drop * prob) @ v * do, tp), (tout * do, prob), ((drop * prob) @ v * tdo, prob)]
             of_logs = [(lse[..., None], tds), (tlse, ds)]
             found = self.luck(terms, of_rowsums, of_logs, reads, (of_sink, tsinks - tlse, delta, tdelta))
+            if p.dtype == "float32":  # what rounds O, times what tS is off by from the mean of any of the row's keys
+                spread = shown(np.abs(ts - tlse)).max(-1, keepdims=True, initial=0)
+                found["tout"] = 4 * float(np.finfo("float32").eps * (spread * np.abs((drop * prob) @ v)).max(initial=0))
             return found | self.luck_of_few(of_rowsums, q, k * scale)
 
         self.reckon = luck
