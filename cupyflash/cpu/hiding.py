@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import numpy as np
 
 _HIDDEN = {x.dtype: x.view(f"i{x.itemsize}") for x in (np.float32(-np.inf), np.float64(-np.inf))}
@@ -9,8 +12,7 @@ _HIDDEN = {x.dtype: x.view(f"i{x.itemsize}") for x in (np.float32(-np.inf), np.f
 
 def hide(s: np.ndarray, seen: np.ndarray) -> None:
     """In place: -inf where `seen`, which broadcasts to s, is False, whatever is there."""
-    limits = np.bitwise_or(_bits(seen, s.dtype), _HIDDEN[s.dtype]).view(s.dtype)  # NaN where it is True
-    np.fmin(s, limits, out=s)  # where one is NaN it takes the other
+    np.fmin(s, _limits(seen, s.dtype), out=s)  # where one is NaN it takes the other
 
 
 def silence(x: np.ndarray, seen: np.ndarray) -> None:
@@ -20,7 +22,58 @@ def silence(x: np.ndarray, seen: np.ndarray) -> None:
     np.bitwise_and(of_x, bits, out=of_x)
 
 
+def shared(seen: np.ndarray) -> np.ndarray:
+    """The same, which many tiles ask for and nobody writes to: its bits are kept for the next one."""
+    seen.flags.writeable = False
+    _shared[id(seen)] = seen
+    return seen
+
+
 def _bits(seen: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """All bits of a number where `seen` is True, none elsewhere: many times as fast as copies with a mask."""
+    return _kept_bits(_Same(seen), dtype) if _is_shared(seen) else _made(seen, dtype)
+
+
+def _limits(seen: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """NaN where `seen` is True, -inf elsewhere."""
+    return _kept_limits(_Same(seen), dtype) if _is_shared(seen) else _lowered(_made(seen, dtype), dtype)
+
+
+def _made(seen: np.ndarray, dtype: np.dtype) -> np.ndarray:
     once = seen[tuple([slice(None if stride else 1) for stride in seen.strides])]
     return np.negative(once, dtype=_HIDDEN[dtype].dtype)
+
+
+def _lowered(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.bitwise_or(bits, _HIDDEN[dtype], out=bits).view(dtype)
+
+
+_shared = weakref.WeakValueDictionary[int, np.ndarray]()
+
+
+def _is_shared(seen: np.ndarray) -> bool:
+    return _shared.get(id(seen)) is seen
+
+
+class _Same:
+    """An array as a key: equal to itself alone."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.x = x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.x is other.x
+
+
+# A megabyte each at most, and a call has one or two. To make them anew takes three times what using them does.
+@functools.lru_cache(maxsize=4)
+def _kept_bits(seen: _Same, dtype: np.dtype) -> np.ndarray:
+    return _made(seen.x, dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_limits(seen: _Same, dtype: np.dtype) -> np.ndarray:
+    return _lowered(_made(seen.x, dtype), dtype)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..problem import ARRAY_RULES, AttentionProblem
 from .dropout import kept
-from .hiding import silence
+from .hiding import shared, silence
 from .score import ScoreFunction
 
 T = TypeVar("T")
@@ -278,9 +278,7 @@ def _laid_out(what: OfPairs, stands: np.ndarray, positions: np.ndarray, keys_fir
 @functools.lru_cache(maxsize=16)  # along the diagonal all tiles are alike
 def _inside(queries: int, keys: int, offset: int, left: int | None, right: int | None, keys_first: bool) -> np.ndarray:
     """Pairs inside a band, of as many queries, of which the first stands on the key `offset`, and keys from 0 on."""
-    seen = _laid_out(_within(left, right), np.arange(queries) + offset, np.arange(keys), keys_first)
-    seen.flags.writeable = False
-    return seen
+    return shared(_laid_out(_within(left, right), np.arange(queries) + offset, np.arange(keys), keys_first))
 
 
 def _within(left: int | None, right: int | None) -> OfPairs:
