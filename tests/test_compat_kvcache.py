@@ -242,7 +242,6 @@ def test_parts_of_packed_sequences(causal: bool) -> None:
         ({"cache_seqlens": 2.0}, TypeError, "cache_seqlens is a float; it must be an integer"),
         ({"cache_seqlens": torch.zeros(2)}, ValueError, r"cache_seqlens is torch.float32 of shape \(2,\)"),
         ({"cache_batch_idx": torch.tensor([0, 1, 3])}, ValueError, r"cache_batch_idx\[2\] is 3; it must be an entry"),
-        ({"cache_batch_idx": torch.tensor([0, 1, 1])}, ValueError, r"block_table\[2, 0\] is 1, a page that rows of"),
         ({"k": drawn(3, NEW, 1, DIM)}, ValueError, r"k has shape \(3, 2, 1, 8\); it must be \(3, 2, 2, 8\)"),
         ({"v": drawn(3, NEW, HEADS_K, DIM).float()}, TypeError, "v is torch.float32; it must be that of v_cache"),
         ({"rotary_cos": torch.ones(12, 2)}, ValueError, "rotary_cos is given without rotary_sin"),

@@ -17,7 +17,7 @@ from ..other_names import renaming
 from ..signature import unscripted
 from ..torch.dropout import check_tensors, dropout_options
 from . import kvcache
-from .windows import check_causal, window_of
+from .windows import check_causal, check_flags, window_of
 
 __all__ = [
     "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward",
@@ -44,9 +44,10 @@ def flash_attn_func(
 
     causal and window_size, (left, right) with -1 for unbounded, are aligned at the bottom right. softcap: c in
     c · tanh(score / c), 0 for none. alibi_slopes: (Hq,) or (B, Hq), float32. With return_attn_probs=True returns
-    (out, lse, None): lse is (B, Hq, Sq), and the probabilities, which flash-attn returns for tests alone, are never in
-    memory.
+    (out, lse, None): lse is (B, Hq, Sq), -inf for rows that see no key, where flash-attn has inf; and the
+    probabilities, which flash-attn returns for tests alone, are never in memory.
     """
+    check_flags(return_attn_probs=return_attn_probs)
     check_tensors(q=q, k=k, v=v)
     out, lse = _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -97,6 +98,7 @@ def flash_attn_varlen_func(
     (Hq, total_q). block_table: (B, pages of one) integers; k and v are (pages, page, Hk, D) then, of which sequence n
     has the first cu_seqlens_k[n + 1] - cu_seqlens_k[n] rows; no gradients.
     """
+    check_flags(return_attn_probs=return_attn_probs)
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if block_table is None:
@@ -197,7 +199,8 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     k_cache, v_cache : (B, S, Hk, D)
-        With cache_batch_idx (entries, S, Hk, D), with block_table (pages, page, Hk, D), page being any number.
+        Of more entries the first B. They are written to, and share memory with nothing but the new rows of each. With
+        cache_batch_idx (entries, S, Hk, D), with block_table (pages, page, Hk, D), page being any number.
     k, v : (B, new, Hk, D), optional
         New rows, which become those from cache_seqlens on; a row without room is refused on a CPU and left out on a
         GPU.
@@ -208,7 +211,7 @@ def flash_attn_with_kvcache(
     cache_seqlens : int or (B,) int32 or int64, optional
         Rows that are filled before the call; default all. Below 0 nothing is written, and the result is 0.
     cache_batch_idx : (B,) int32 or int64, optional
-        The entry of the caches that is each sequence's.
+        The entry of the caches that is each sequence's. Where one is that of two, either's new rows are left there.
     cache_leftpad : (B,) int32 or int64, optional
         The first row of each sequence that is attended.
     block_table : (B, pages of one) int32 or int64, optional
@@ -221,6 +224,7 @@ def flash_attn_with_kvcache(
     -------
     (B, Sq, Hq, D), or with return_softmax_lse=True (that, lse): lse is (B, Hq, Sq)
     """
+    check_flags(return_softmax_lse=return_softmax_lse)
     out, lse = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,

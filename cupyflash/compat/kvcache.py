@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .. import api, caches
+from .. import api, caches, dispatch, interop, overlap
+from ..call import Call
+from ..given import present
+from ..interop import torch_
 from ..interop.torch_schema import refuse_script
+from ..lengths import check_values
 from ..other_names import renaming
+from ..passes import FORWARD
+from ..problem import View, complete
 from ..rotary import check_tables, rotate
+from ..rules import state
 from ..torch.dropout import check_tensors
 from .windows import check_causal, window_of
 
 _INTEGERS = torch.int32, torch.int64
+
+
+class _Where(NamedTuple):
+    """What new rows are written to: sequences with room for `seq_k` rows each, perhaps in pages."""
+
+    batch: int
+    seq_k: int
+    page: int | None
+    pages: int
 
 
 def attend(
@@ -69,6 +86,8 @@ def attend(
             )
 
     entries, rows = k_cache.shape[:2]
+    if table is None and cache_batch_idx is None and table_name == "block_table" and entries > sequences:
+        k_cache, v_cache, entries = k_cache[:sequences], v_cache[:sequences], sequences  # FlashAttention-2: the first
     if cache_batch_idx is not None and table is not None:  # FlashAttention-3: whose line of the table it is
         _check_entries(cache_batch_idx, len(table), f"a line of {table_name}")
         table = table[cache_batch_idx.clamp(0, max(len(table) - 1, 0)).long()]
@@ -77,18 +96,31 @@ def attend(
         table = cache_batch_idx[:, None]
     reach = rows if table is None else rows * table.shape[1]
     filled = _filled(cache_seqlens, sequences, reach if table is not None else None, q)
+    if filled is not None and cache_batch_idx is not None:
+        _check_filled(filled, reach)
     options: dict[str, Any] = {
         "scale": softmax_scale, "causal": bool(causal), "window": window, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "sinks": sinks,
     }  # fmt: skip
+    if filled is not None:
+        options |= {"seqlens_k": filled.clamp(min=0), "page_table": table}
+    if cu_seqlens_q is not None:
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    if cache_leftpad is not None:
+        options["key_mask"] = torch.arange(reach, device=q.device) >= cache_leftpad[:, None]
     if k is not None and v is not None and filled is not None and sequences:
         paged = {} if table is None else {"page_table": table}
-        where = SimpleNamespace(batch=sequences, seq_k=reach, page=None if table is None else rows, pages=entries)
+        where = _Where(sequences, reach, None if table is None else rows, entries)
         lengths = {"seqlens_k": filled, **paged}
         if cu_seqlens_k_new is not None:
             lengths["cu_seqlens_q"] = cu_seqlens_k_new
         _check_rows(given, sequences)
-        _check_places(where, lengths, new := k.shape[-3], cu_seqlens_k_new is not None)
+        new, packed = k.shape[-3], cu_seqlens_k_new is not None
+        if not torch.compiler.is_compiling():
+            one_page = cache_batch_idx is not None and rows == reach  # where an entry of the cache is in two lines
+            _check_places(where._replace(page=None) if one_page else where, lengths, new, packed)
+            _check_apart(given, table is not None)
+            _check_attention(q, k_cache, v_cache, options)
         found = caches.behind(torch, where, new, lengths)  # type: ignore[arg-type]
         if rotary_cos is not None:
             by: dict[str, Any] = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
@@ -98,19 +130,50 @@ def attend(
             q = _turned(q, _positions(base, q.shape[-3], cu_seqlens_q, together), **by)
         for cache, x in ((k_cache, k), (v_cache, v)):
             caches.write(torch, cache, found.places, x)
-        filled = found.totals
-    if filled is not None:
-        options |= {"seqlens_k": filled.clamp(min=0), "page_table": table}
-    if cu_seqlens_q is not None:
-        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    if cache_leftpad is not None:
-        options["key_mask"] = torch.arange(reach, device=q.device) >= cache_leftpad[:, None]
+        options["seqlens_k"] = found.totals.clamp(min=0)
     return _attention(q, k_cache, v_cache, **options)
 
 
 @renaming(torch.compiler.is_compiling, k="k_cache", v="v_cache")
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     return api.attention(q, k, v, return_lse=True, **options)
+
+
+def _check_apart(given: dict[str, torch.Tensor], paged: bool) -> None:
+    """ValueError where a cache shares memory with anything else, or with itself; new rows may lie in their cache, and
+    in one pool pages of the other, as those of transformers do."""
+    if any(torch_.wrapped(x) for x in given.values()):
+        return  # addresses are hidden
+    _apart(tuple((name, torch_.view(x)) for name, x in given.items()), paged)
+
+
+@functools.lru_cache(256)  # decoding comes again and again with arrays in the same places
+def _apart(views: tuple[tuple[str, View], ...], paged: bool) -> None:
+    read = dict(views)
+    written = {name: read.pop(name) for name in ("k_cache", "v_cache")}
+    k, v = written.values()
+    together = not paged or (k.ptr, k.strides) == (v.ptr, v.strides)
+    for some in [written] if together else [{name: x} for name, x in written.items()]:
+        overlap.check_apart(some, read, (("k_cache", "k"), ("v_cache", "v")))
+
+
+@renaming(k="k_cache", v="v_cache")
+def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> None:
+    """What the attention would say of lengths as they are before, before anything is written."""
+    asked = complete(options)
+    arrays = present("qkv", {"q": q, "k": k, "v": v} | {n: x for n, x in options.items() if n not in asked})
+    call = Call(interop.library("q", q), FORWARD, arrays, asked)
+    if not _read(q):
+        return dispatch.check(call)
+    problem, _ = state({name: interop.view(call.lib, name, x) for name, x in arrays.items()}, {}, asked, FORWARD)
+    lengths = {name: x for name, x in arrays.items() if name in ("cu_seqlens_q", "seqlens_k", "page_table")}
+    check_values(problem, {name: x.numpy().astype("int64") for name, x in lengths.items()})
+
+
+def _check_filled(filled: torch.Tensor, rows: int) -> None:
+    if _read(filled) and (wrong := filled > rows).any():
+        n = int(wrong.int().argmax())
+        raise ValueError(f"cache_seqlens[{n}] is {int(filled[n])}; it must be at most the rows of k_cache, {rows}")
 
 
 def _check_together(given: dict[str, torch.Tensor], table_name: str, cache_seqlens: Any) -> None:
@@ -196,14 +259,16 @@ def _check_angles(*given: Any) -> None:
         raise type(error)(message) from None
 
 
-@renaming(cu_seqlens_q="cu_seqlens_k_new")
-def _check_places(where: Any, lengths: dict[str, torch.Tensor], rows: int, packed: bool) -> None:
+@renaming(cu_seqlens_q="cu_seqlens_k_new", k="k_cache")
+def _check_places(where: _Where, lengths: dict[str, torch.Tensor], rows: int, packed: bool) -> None:
     """ValueError, naming the place, where new rows have none, if that can be read. A length below 0 is nobody's."""
     import numpy as np
 
     if not _read(lengths["seqlens_k"]):
         return
     held = {name: x.numpy().astype(np.int64) for name, x in lengths.items()}
+    if where.page is None:
+        held.pop("page_table", None)
     filled = held["seqlens_k"]
     real = filled >= 0
     if not packed or not real.all():
@@ -211,7 +276,7 @@ def _check_places(where: Any, lengths: dict[str, torch.Tensor], rows: int, packe
         held["cu_seqlens_q"] = np.concatenate([[0], np.cumsum(np.where(real, new, 0))])
     held["seqlens_k"] = np.maximum(filled, 0)
     all_rows = rows if packed else rows * len(filled)
-    problem: Any = SimpleNamespace(**vars(where), rows_q=all_rows, seq_q=all_rows, given=(), block_mask=None)
+    problem: Any = SimpleNamespace(**where._asdict(), rows_q=all_rows, seq_q=all_rows, given=(), block_mask=None)
     caches.check_behind(problem, held, rows, None)
 
 

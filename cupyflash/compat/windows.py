@@ -1,4 +1,4 @@
-"""Which keys a query sees, as flash-attn says it."""
+"""Which keys a query sees, as flash-attn says it, and its flags."""
 
 from __future__ import annotations
 
@@ -15,5 +15,10 @@ def window_of(window: tuple[int, int]) -> tuple[int | None, int | None]:
 
 
 def check_causal(causal: Any) -> None:
-    if isinstance(causal, str):  # "top_left" means nothing there, and "no" would be yes
-        raise TypeError(f"causal is {causal!r}; it must be True or False")
+    check_flags(causal=causal)  # "top_left" means nothing there
+
+
+def check_flags(**flags: Any) -> None:
+    for name, x in flags.items():
+        if isinstance(x, str):  # "no" would be yes
+            raise TypeError(f"{name} is {x!r}; it must be True or False")

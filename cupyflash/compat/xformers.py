@@ -138,21 +138,26 @@ def memory_efficient_attention_forward_requires_grad(
     if not query.dim() == key.dim() == value.dim():
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
         raise ValueError(f"the shapes are {shapes}; query, key and value must have as many dimensions")
+    if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
+        raise TypeError(f"output_dtype is {output_dtype!r}; it must be None or a floating-point torch.dtype")
     placed = xformers_blocks.placed(attn_bias, query, key, value)
     if placed is not None:
         return _of_blocks(placed, query.shape, p, scale, output_dtype)
     options = _options(attn_bias) | dropout_options("p", p, query)
+    for bias in (options.get("bias"), options.get("mask")):
+        if bias is not None and bias.dim() != query.dim():
+            raise ValueError(
+                f"attn_bias has shape {tuple(bias.shape)}; it must have as many dimensions as query, {query.dim()}"
+            )
     shape = query.shape
     if query.dim() == 3:
         query, key, value = (x.unsqueeze(2) for x in (query, key, value))
-        if "bias" in options and options["bias"].dim() == 3:
-            options["bias"] = options["bias"].unsqueeze(1)
+        options |= {name: options[name].unsqueeze(1) for name in ("bias", "mask") if name in options}
     elif query.dim() == 5:
+        xformers_blocks.check_groups(query, key, value)
         query = query.flatten(2, 3)
-        one = all(x.stride(3) == 0 or x.shape[3] == 1 for x in (key, value))
-        key, value = (x[:, :, :, 0] if one else x.flatten(2, 3) for x in (key, value))
-        if "bias" in options and options["bias"].dim() == 5:
-            options["bias"] = options["bias"].flatten(1, 2)
+        key, value = xformers_blocks.of_groups(key, value)
+        options |= {name: options[name].flatten(1, 2) for name in ("bias", "mask") if name in options}
     elif query.dim() != 4:
         raise ValueError(f"query has shape {tuple(shape)}; it must have 3, 4 or 5 dimensions")
     out, lse = api.attention(query, key, value, scale=scale, return_lse=True, **options)

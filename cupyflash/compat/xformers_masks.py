@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,9 +75,13 @@ def _info(
 
 def _whole(name: str, numbers: Lengths) -> list[int]:
     held = numbers.tolist() if isinstance(numbers, torch.Tensor) else list(numbers)
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in held):
+    try:
+        whole = [*map(operator.index, held)]
+    except TypeError:
+        whole = [-1]
+    if min(whole, default=0) < 0 or any(isinstance(n, bool) for n in held):
         raise ValueError(f"{name} is {held}; it must hold integers, 0 or more, one for each sequence")
-    return held
+    return whole
 
 
 def _both(q_seqlen: Lengths, kv_seqlen: Lengths, device: Any, **of_keys: Any) -> dict[str, Any]:
@@ -137,8 +142,12 @@ class BlockDiagonalMask(_Blocks):
         tensors_v: Sequence[torch.Tensor] | None = None,
     ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The same of queries, keys and values."""
+        sizes = [len(x) for x in tensors_q]
+        for name, others in (("tensors_k", tensors_k), ("tensors_v", tensors_v)):
+            if others is not None and (own := [len(x) for x in others]) != sizes:
+                raise ValueError(f"{name} has batches of {own}; it must have those of tensors_q, {sizes}")
         mask = cls.from_seqlens(_rows_of(tensors_q), _rows_of(tensors_k), device=tensors_q[0].device)
-        mask._batch_sizes = [len(x) for x in tensors_q]
+        mask._batch_sizes = sizes
         return mask, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
 
     def split_queries(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -178,6 +187,11 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _split(tensor: torch.Tensor, info: SeqLenInfo, sizes: Sequence[int] | None) -> list[torch.Tensor]:
+    if tensor.shape[:1] != (1,) or tensor.shape[1] != sum(info.seqlen_py):
+        raise ValueError(
+            f"tensor has shape {tuple(tensor.shape)}; it must be (1, {sum(info.seqlen_py)}, ...), sequences one after "
+            "another"
+        )
     parts = tensor[0].split(info.seqlen_py)
     ends = list(itertools.accumulate(sizes or [1] * len(parts), initial=0))
     return [torch.stack(parts[a:b]) for a, b in itertools.pairwise(ends)]

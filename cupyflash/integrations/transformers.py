@@ -219,6 +219,8 @@ def attention_forward(
         options["bias"] = attention_mask if position_bias is None else position_bias + attention_mask
     packed = _packed(layer, query, key, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
     if packed is not None:
+        if options.get("causal") and cu_seq_lens_q is not cu_seq_lens_k and seq_idx is None:
+            packed, options["causal"] = packed & _upto_own_end(query, cu_seq_lens_q, cu_seq_lens_k), False
         options["mask"] = packed & options["mask"] if "mask" in options else packed
     out = api.attention(query, key, value, layout="bhsd", **options)
     weights = _weights(layer, query, key, options) if _asked_for_weights(kwargs) else None
@@ -263,6 +265,15 @@ def _packed(layer: str, query: Any, key: Any, cu_q: Any, cu_k: Any, seq_idx: Any
     if of_q.shape != (query.shape[0], queries) or of_k.shape != (key.shape[0], keys):
         raise _refused(f"{layer} gives seq_idx of {tuple(of_q.shape)} for {queries} queries and {keys} keys")
     return of_q[:, None, :, None] == of_k[:, None, None, :]
+
+
+def _upto_own_end(query: torch.Tensor, cu_q: Any, cu_k: Any) -> torch.Tensor:
+    """(1, 1, S, S), causal where a sequence may have other queries than keys: its last query stands on its last key."""
+    rows = torch.arange(query.shape[2], device=query.device)
+    of_q, of_k = (
+        x.to(query.device)[_sequence_of(x, query).clamp(max=len(x) - 1)] - rows for x in (cu_q, cu_k)
+    )  # fmt: skip
+    return of_k[:, None, None, :] >= of_q[:, None, :, None]
 
 
 def _sequence_of(starts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
