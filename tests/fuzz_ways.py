@@ -16,7 +16,7 @@ from reference import DTYPES, state
 from semantics import LAYS, Blocks, Inputs, Judge, Lay, as_arguments, as_given, check, wrt_of
 
 from cupyflash import attention, attention_backward, block_mask, merge
-from cupyflash.gpu import corridor, tuned
+from cupyflash.gpu import tuned
 from cupyflash.gpu.device import Arch
 from cupyflash.gpu.plan import FAMILIES
 from cupyflash.passes import Pass
@@ -171,6 +171,8 @@ def with_tiles(number: int) -> Iterator[None]:
     """Where that is not 0, kernels have tiles as `tune` stores them, those of this number."""
     global _tiles
     if number != _tiles:
+        from cupyflash.gpu import corridor  # needs CuPy
+
         corridor.forget()
         _tiles = number
     before = tuned.tiles

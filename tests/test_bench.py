@@ -332,7 +332,7 @@ def test_unknown_suites_are_named(capsys):
     assert bench.run(["forwards"]) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert "'forwards'; it must be of forward, backward," in printed
-    assert printed.endswith("cpu, all, paper, or plot alone")
+    assert printed.endswith("cpu, all, paper, or parallel or plot, each alone")
 
 
 def test_the_cpu_suite_runs(tmp_path, capsys, monkeypatch):

@@ -8,8 +8,6 @@ from backends import Backend
 from brief_tiles import CHOICES, KINDS, Choice, choose, name_of, taken
 from semantics import check, draw_inputs
 
-from cupyflash.gpu import corridor
-
 pytestmark = pytest.mark.gpu
 
 SM90 = Backend("sm90", "sm90")
@@ -19,6 +17,8 @@ SM90 = Backend("sm90", "sm90")
 def test_brief_tiles(choice: Choice, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     if not SM90.takes("bfloat16", 64, 64):
         pytest.skip("no sm90 kernels on this GPU")
+    from cupyflash.gpu import corridor  # needs CuPy
+
     plans = choose(choice, monkeypatch)
     corridor.forget()
     try:

@@ -81,7 +81,7 @@ def run(
 def _check(name: str, family: str | None, dtype: str | None, only: Sequence[str], sustained: bool) -> None:
     if name not in SUITES:
         names = ", ".join([*SUITES, *GROUPS])
-        raise machine.Unavailable(f"suites contains {name!r}; it must be of {names}, or plot alone")
+        raise machine.Unavailable(f"suites contains {name!r}; it must be of {names}, or parallel or plot, each alone")
     if dtype not in (None, *FLOATS):
         raise machine.Unavailable(f"dtype is {dtype!r}; it must be one of {', '.join(FLOATS)}")
     for asked in only:

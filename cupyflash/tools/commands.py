@@ -315,8 +315,8 @@ def bench(
         list[str] | None,
         typer.Argument(
             help="forward, backward, host, jax, jit, import, memory, fp32, fp8, figures, training, gpt, ladder, "
-            "scores, models, precision, derivatives, decode, varlen, paged, cpu; parallel: alone, over all GPUs; "
-            "paper: what the papers report; all; plot draws the results."
+            "scores, models, precision, derivatives, decode, varlen, paged, latent, cpu; parallel: alone, over all "
+            "GPUs; paper: what the papers report; all; plot draws the results."
         ),
     ] = None,
     family: Family = None,
@@ -345,8 +345,8 @@ def bench(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Suites scores, models, derivatives, decode, varlen, paged, parallel: this row, or all whose names "
-            "begin so. May be repeated."
+            help="Suites scores, models, derivatives, decode, varlen, paged, latent, parallel: this row, or all whose "
+            "names begin so. May be repeated."
         ),
     ] = None,
     slow: Annotated[bool, typer.Option("--slow", help="Suite scores: the slow peers too.")] = False,
