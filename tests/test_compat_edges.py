@@ -87,6 +87,19 @@ def test_entries_that_two_sequences_have() -> None:
     assert said == "cache_seqlens[0] is 9; it must be at most the rows of k_cache, 8"
 
 
+def test_compiled_as_one_graph() -> None:
+    given = [torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8)]
+    caches = [[torch.zeros(2, 8, 2, 8) for _ in "kv"] for _ in range(2)]
+
+    def call(q: Any, k: Any, v: Any, *caches: Any) -> Any:
+        return flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=FILLED, causal=True)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given, *caches[0]), call(*given, *caches[1]))
+    for x, y in zip(*caches):
+        assert torch.equal(x, y)
+
+
 QKV = drawn(3, 1, 3, 2, 8).unbind()
 EIGHT = [x.to(torch.float8_e4m3fn) for x in torch.randn(3, 2, 3, 4, 8)]
 
