@@ -44,10 +44,10 @@ class Costly:
 
 
 def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is that which autograd follows of another kind."""
+    """That which autograd follows is of another: all ranks must have a backward, or none."""
     rng, checked = fresh_rng(), []
-    inputs = [torch.from_numpy(rng.standard_normal((3, 1, 64, 2, 8))) for _ in range(3)]
-    slopes = [torch.from_numpy(rng.random(2)).requires_grad_(n == 2) for n in range(3)]
+    inputs = [torch.from_numpy(rng.standard_normal((3, 1, 64, 2, 8))) for _ in range(4)]
+    slopes = [torch.from_numpy(rng.random(2)).requires_grad_(n > 1) for n in range(4)]
 
     def counted(*x: Any) -> Any:
         checked.append(x[0])
@@ -66,7 +66,7 @@ def test_the_second_call_of_a_kind_is_not_checked(monkeypatch: pytest.MonkeyPatc
         return found, before
 
     found = parallel.simulated(2).run(work)
-    assert len(checked) == 2 * 2 and all(gathered == 1 for _, gathered in found)
+    assert len(checked) == 3 * 2 and all(gathered == 2 for _, gathered in found)
     for n, (x, y) in enumerate(zip(inputs, slopes)):
         whole = ROWS.join([some[n] for some, _ in found])
         torch.testing.assert_close(whole, attention(*x, alibi_slopes=y, **OPTIONS))

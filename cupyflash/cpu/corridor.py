@@ -159,6 +159,6 @@ def _returned(call: Call, name: str, x: np.ndarray, shapes: dict[str, tuple[int,
     if target is None:
         return lib.from_numpy(np.ascontiguousarray(x))  # as on a GPU
     memory = lib.to_numpy(target)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         memory[...] = memory.astype(x.dtype) + x if call.add else x
     return target

@@ -44,6 +44,8 @@ def _adapter(group: Any) -> Group:
         raise TypeError(
             f"group is a {type(group).__name__}, all of its ranks; it must be what its run(function) gives to function"
         )
+    if isinstance(group, int):  # what PyTorch's new_group gives to others than its members
+        raise TypeError(f"group is {group}, no group; it must be one that holds this rank")
     name = f"{type(group).__module__}.{type(group).__qualname__}".removeprefix("builtins.")
     raise TypeError(
         f"group is a {name}; it must be parallel.simulated(n)'s, PyTorch's, an mpi4py communicator or CuPy's of NCCL"

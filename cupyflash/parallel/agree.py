@@ -27,7 +27,7 @@ def agree(groups: Sequence[Group], said: dict[str, str], error: Exception | None
             continue
         texts = group.all_gather(_padded(f"!{_brief(found)}" if found is not None else f"={text}"))
         if found is None:
-            other = _difference(group.rank, [bytes(x).rstrip(b"\0").decode(errors="ignore") for x in texts], text)
+            other = _difference(group.rank, [bytes(x).rstrip(b"\0").decode(errors="ignore") for x in texts])
     if error is not None:
         raise error
     if other is not None:
@@ -51,16 +51,16 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}\t{error}"
 
 
-def _difference(rank: int, texts: list[str], own: str) -> Exception | None:
+def _difference(rank: int, texts: list[str]) -> Exception | None:
     """What another rank says that is an error, or that is not said here."""
     for other, text in enumerate(texts):
         if other != rank and text.startswith("!"):
             kind, _, message = text[1:].partition("\t")
             named = {"TypeError": TypeError, "NotImplementedError": NotImplementedError}.get(kind, ValueError)
             return named(message if message.startswith("rank ") else f"rank {other} of the group: {message}")
-    mine = dict(x.split("\t", 1) for x in own.splitlines())
-    for other, text in enumerate(texts):
-        theirs = dict(x.split("\t", 1) for x in text[1:].splitlines() if "\t" in x)
+    said = [dict(x.split("\t", 1) for x in text[1:].splitlines() if "\t" in x) for text in texts]
+    mine = said[rank]
+    for other, theirs in enumerate(said):
         for name in {**mine, **theirs}:
             if mine.get(name) != theirs.get(name):
                 return _named(name, mine.get(name), theirs.get(name), rank, other)

@@ -45,6 +45,12 @@ def empty(shape: tuple[int, ...], like: Any, dtype: Any = None) -> Any:
     return functions(kind).empty(shape, like.dtype if dtype is None else dtype)
 
 
+def in_a_row(x: Any) -> Any:
+    """A contiguous tensor in one axis. (Of one number PyTorch keeps any stride, by which no bytes can be viewed.)"""
+    x = x.reshape(-1)
+    return x if x.stride(0) == 1 else x.as_strided(x.shape, (1,))
+
+
 functions = functools.cache(namespace)  # a module that is imported again costs several us
 
 

@@ -319,6 +319,9 @@ def _said(
         axes = ARRAY_RULES[name].axes[-len(x.shape) :] if len(x.shape) else ()
         lengths = ["rows" if axis == "query" else str(n) for axis, n in zip(axes, x.shape)]
         said[name] += f", shape ({', '.join(lengths)})"
+    for name, x in views.items():  # what a score function reads
+        if name not in asked.operands and name not in asked.arrays:
+            said[name] += f", shape {tuple(x.shape)}"
     for name, value in options.items():
         if name == "score":
             value = None if value is None else hashlib.sha256(repr(value.data).encode()).hexdigest()[:12]
@@ -327,7 +330,6 @@ def _said(
         said[name] = repr(value)
     said["seed"] = str(seed)
     for name in ("rows", "key_rows"):
-        x = getattr(asked, name)
-        said[name] = f"{x.length} rows ({hashlib.sha256(repr(x.chunks).encode()).hexdigest()[:12]})"
+        said[name] = getattr(asked, name).digest()
     said |= {"exchange": repr(exchange), "groups": str(asked.groups), "stretches": str(asked.stretches)}
     return said | {"wrt": repr(asked.wrt), "reduce": str(asked.reduce), "function": function}

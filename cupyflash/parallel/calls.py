@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import api, interop
 from ..gradients import Gradients
@@ -12,6 +12,7 @@ from .adapters import of
 from .agree import agree
 from .arrays import empty, four, library, three, wide
 from .asked import Asked, check, check_place, groups_of, usual_exchange, usual_of_two
+from .groups import Group
 from .kinds import keep, kind_of, recalled
 from .rows import Rows
 from .transfers import gathered
@@ -50,7 +51,7 @@ def attention(
         Who holds which queries, and which keys (default: the same).
     exchange : "keys", "heads", optional
         "keys": each rank gets the keys that its rows see. "heads": each rank gets all rows of some heads (DeepSpeed
-        Ulysses); results are the bits of one device, but for dk and dv where it deals out queries of few heads.
+        Ulysses); results are the bits of one GPU, but for dk and dv where it deals out queries of few heads.
         Default: of a forward and of a backward each the one by which less travels; "keys" where the key heads cannot be
         dealt out, a mask or bias has rows of its own, or `groups` are more than the key heads that each rank would get.
     groups : int, optional
@@ -78,7 +79,17 @@ def attention(
         group's own time-out.
     """
     plan = {"rows": rows, "key_rows": key_rows, "exchange": exchange, "groups": groups, "stretches": stretches}
-    asked = _agreed("attention", group, {"q": q, "k": k, "v": v}, plan, options, {"return_lse": return_lse})
+    out, lse = forward(q, k, v, group, plan, options, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def forward(
+    q: Any, k: Any, v: Any, group: Any, plan: dict[str, Any], options: dict[str, Any], return_lse: Any = True,
+    followed: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """out and lse of `attention`. followed: whether gradients will be asked for, by autograd: then of all ranks."""
+    flags = {"return_lse": return_lse, "followed": followed}
+    asked = _agreed("attention", group, {"q": q, "k": k, "v": v}, plan, options, flags)
     try:
         out = empty((*q.shape[:-1], v.shape[-1]), q)
         b, s, h, _ = asked.operands["q"].shape
@@ -87,7 +98,14 @@ def attention(
     except Exception as error:
         _note(error, asked.rank, asked.team.size * asked.group.size)
         raise
-    return (out, lse) if return_lse else out
+    return out, lse
+
+
+def refused(group: Any, error: Exception) -> NoReturn:
+    """Raise an error on all ranks of whoever else calls with this group now."""
+    ranks = _met(group)
+    agree(ranks, {}, error)
+    raise error
 
 
 def attention_backward(
@@ -193,6 +211,15 @@ def _renamed(error: Exception) -> Exception:
     return type(error)(str(error).replace("outs[0]", "out").replace("lses[0]", "lse"))
 
 
+def _met(group: Any) -> tuple[Group, ...]:
+    """The groups of a call, whose ranks are all there."""
+    ranks = tuple(map(of, group)) if isinstance(group, (tuple, list)) else (of(group),)
+    for x in ranks:
+        if hasattr(x, "meet"):
+            x.meet()
+    return ranks
+
+
 def _agreed(
     function: str,
     group: Any,
@@ -203,11 +230,8 @@ def _agreed(
     wrt: Any = (),
 ) -> Asked:
     """What is asked, once all ranks say the same."""
-    group = tuple(map(of, group)) if isinstance(group, (tuple, list)) else of(group)
-    ranks = group if isinstance(group, tuple) else (group,)
-    for x in ranks:
-        if hasattr(x, "meet"):
-            x.meet()
+    ranks = _met(group)
+    group = ranks if isinstance(group, (tuple, list)) else ranks[0]
     more = (*plan.values(), *flags.values(), tuple(wrt) if isinstance(wrt, list) else wrt)
     kind = kind_of(ranks, operands, options, function, *more)
     if (known := recalled(kind, ranks, operands, options)) is not None:
@@ -221,7 +245,8 @@ def _agreed(
         chosen = exchange
     if plan["exchange"] is None:
         plan = plan | {"exchange": chosen}
-    groups_of(group, chosen)  # raises where they are none
+    if len(ranks) > 2:
+        groups_of(group, chosen)  # raises: with whom to agree is not known
     asked, error = None, None
     try:
         for name, x in flags.items():
@@ -229,7 +254,8 @@ def _agreed(
         asked = check(function, group, operands, plan, options, wrt)
     except Exception as wrong:  # noqa: BLE001 - raised on all ranks
         error = wrong
-    agree(ranks, asked.said if asked is not None else {}, error)
+    said = {} if asked is None else asked.said | {"requires_grad of some input": str(flags.get("followed", False))}
+    agree(ranks, said, error)
     assert asked is not None
     _prepare(ranks, operands["q"])
     keep(kind, ranks, asked, operands)

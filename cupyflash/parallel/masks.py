@@ -79,7 +79,8 @@ def block_mask(
         found = _own(source, rows, keys, ranks, batch, heads, block, like)
     except Exception as wrong:  # noqa: BLE001 - raised on all ranks
         error = wrong
-    agree([ranks], {"rows": repr(rows), "key_rows": repr(keys), "block": repr(block)}, error)
+    said = {} if error is not None else {"rows": rows.digest(), "key_rows": keys.digest(), "block": repr(block)}
+    agree([ranks], said, error)
     assert found is not None
     size = found.block[0]
     blocks = -(-rows.length // size)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import heapq
 import itertools
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,10 @@ class Rows:
         if held != ([(0, self.length)] if self.length else []) or self.length != sum(map(self.count, range(self.size))):
             raise ValueError(f"chunks hold {held}; they must hold each of {self.length} rows once")
 
+    def digest(self) -> str:
+        """What ranks tell each other of them."""
+        return f"{self.length} rows ({hashlib.sha256(repr(self.chunks).encode()).hexdigest()[:12]})"
+
     def __hash__(self) -> int:  # every call asks, of all chunks
         return self._hash
 
@@ -64,8 +70,9 @@ class Rows:
         PyTorch's head-tail order and Transformer Engine's dual chunk swap, row for row, where these take the length and
         parts are multiples of 128; of other parts with multiple=1.
         """
+        whole = _checked(length)
         parts = cut(length, 2 * positive("size", size), multiple)
-        return cls(*_checked(length), tuple((parts[r], parts[2 * size - 1 - r]) for r in range(size)))
+        return cls(*whole, tuple((parts[r], parts[2 * size - 1 - r]) for r in range(size)))
 
     @classmethod
     def balanced(
@@ -123,6 +130,8 @@ class Rows:
         return concatenate([x[(*before, slice(a, b))] for a, b in self._spans(rank)] or [x[(*before, slice(0))]], axis)
 
     def _spans(self, rank: int) -> tuple[Span, ...]:
+        if not isinstance(rank, numbers.Integral):
+            raise TypeError(f"rank is {rank!r}; it must be an integer")
         if not 0 <= rank < self.size:
             raise ValueError(f"rank is {rank}; it must be from 0 to {self.size - 1}")
         return self.chunks[rank]
@@ -238,8 +247,8 @@ def _work(mask: Any, length: int) -> np.ndarray:
             ) from None
     if found.shape != (length,):
         raise ValueError(f"mask is about shape {found.shape}; it must be about {length} rows")
-    if not np.all(found >= 0):
-        raise ValueError(f"mask says {found[~(found >= 0)][0]} of a row; it must say how many keys it sees, 0 or more")
+    if not np.all(right := (found >= 0) & np.isfinite(found)):
+        raise ValueError(f"mask says {found[~right][0]} of a row; it must say how many keys it sees, 0 or more")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..namespaces import namespace
-from .arrays import library
+from .arrays import in_a_row, library
 from .groups import bytes_of
 from .rows import positive
 
@@ -88,7 +88,7 @@ class _Post:
     def receive(self, label: Any) -> np.ndarray:
         with self._changed:
             while label not in self._arrived:
-                if self._lost is not None:
+                if self._lost is not None and not any(on_its_way == label for on_its_way, _ in self._sent):
                     raise RankLost(f"rank {self._lost} has raised, and sends nothing more")
                 self._changed.wait()
             return self._arrived.pop(label)
@@ -161,7 +161,7 @@ def _to_host(x: Any) -> np.ndarray:
     kind = library(x)
     if kind == "torch":
         torch = namespace(kind)
-        x = x.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+        x = in_a_row(x.detach()).view(torch.uint8).cpu().numpy()
     elif kind == "cupy":
         x = x.get()
     return np.array(bytes_of(x))
@@ -172,7 +172,7 @@ def _from_host(x: Any, found: np.ndarray) -> None:
     kind = library(x)
     if kind == "torch":
         torch = namespace(kind)
-        x.detach().reshape(-1).view(torch.uint8).copy_(torch.from_numpy(found))
+        in_a_row(x.detach()).view(torch.uint8).copy_(torch.from_numpy(found))
     elif kind == "cupy":
         x.set(found.view(x.dtype).reshape(x.shape))
     else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ..interop.torch_ops import recorded
+from ..interop.torch_ops import _autocast, _autocast_dtype, recorded
 from . import calls
 from .arrays import packed
 
@@ -26,6 +27,9 @@ def attention(
     if not (reads := dict(options.get("score_arrays") or {})):
         options.pop("score_arrays", None)
     named = [name for name in _FOLLOWED if options.get(name) is not None]
+    if isinstance(q, torch.Tensor) and (dtype := _autocast_dtype(q)) is not None:
+        q, k, v = _autocast({"q": q, "k": k, "v": v}, dtype).values()
+        options |= _autocast({name: options[name] for name in named}, dtype)
     tensors = [q, k, v, *[options[name] for name in named], *reads.values()]
     # (Of what is neither True nor False all ranks are told.)
     with_lse = True if return_lse is False else return_lse
@@ -33,14 +37,23 @@ def attention(
         given = {name: x for name, x in options.items() if name not in (*named, "score_arrays")}
         out, lse = _Attention.apply(_How(group, with_lse, given, named, tuple(reads)), *tensors)
     else:
-        out, lse = calls.attention(q, k, v, group, return_lse=with_lse, **options)
+        with _as_they_are(q):
+            out, lse = calls.attention(q, k, v, group, return_lse=with_lse, **options)
     return (out, lse) if return_lse else out
+
+
+def _as_they_are(q: Any) -> Any:
+    """A context in which autocast casts nothing: what it casts has been."""
+    if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(kind := q.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 _uncompiled = torch.compiler.disable(attention)
 
 
 _FOLLOWED = ("bias", "alibi_slopes", "sinks")
+_PLAN = ("rows", "key_rows", "exchange", "groups", "stretches")
 
 
 class _How:
@@ -61,16 +74,27 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, how: _How, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
         given = how.given([x.detach() for x in tensors])
         q, k, v = (x.detach() for x in (q, k, v))
-        out, lse = calls.attention(q, k, v, how.ranks, return_lse=how.return_lse, **given)
+        plan = {name: given.pop(name, None) for name in _PLAN}
+        with _as_they_are(q):
+            out, lse = calls.forward(q, k, v, how.ranks, plan, given, how.return_lse, followed=True)
         ctx.how = how
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, out, lse, *tensors = (x.detach() for x in ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        with torch.no_grad(), _as_they_are(saved[0]):
+            grads = _Attention._gradients(ctx, dout, dlse, *saved)
+        if not torch.is_grad_enabled():
+            return grads
+        found = iter(_Once.apply(*(x.requires_grad_() for x in grads if x is not None)))  # create_graph=True
+        return tuple(None if x is None else next(found) for x in grads)
+
+    @staticmethod
+    def _gradients(ctx: Any, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+        q, k, v, out, lse, *tensors = (x.detach() for x in saved)
         how, names = ctx.how, (*ctx.how.named, *ctx.how.reads)
         needs = ctx.needs_input_grad[1:]
         wanted = [name for name, need in zip(names, needs[3:]) if need]
@@ -87,9 +111,24 @@ class _Attention(torch.autograd.Function):
         return None, *(x if need else None for x, need in zip(grads, needs)), *more
 
 
+class _Once(torch.autograd.Function):
+    """Gradients as they are, of which there is no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return tuple(x.view_as(x) for x in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a gradient of parallel.attention is differentiated, and it has no second derivative; take those of "
+            "cupyflash.attention, on one device"
+        )
+
+
 def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
     """`calls.attention_backward`, which autograd does not follow."""
-    _refuse_followed("attention_backward", (*arrays[:6], dlse))
+    _refuse_followed("attention_backward", (*arrays[:6], dlse), arrays[6])
     if _any_requires_grad(given.values()) or given.get("score_arrays"):
         with torch.no_grad():  # (4 us)
             return calls.attention_backward(*arrays, dlse=dlse, **given)
@@ -98,17 +137,15 @@ def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
 
 def merge(out: Any, lse: Any, group: Any, **given: Any) -> tuple[Any, Any]:
     """`calls.merge`, which autograd does not follow."""
-    _refuse_followed("merge", (out, lse))
+    _refuse_followed("merge", (out, lse), group)
     with torch.no_grad():
         return calls.merge(out, lse, group, **given)
 
 
-def _refuse_followed(function: str, arrays: Sequence[Any]) -> None:
+def _refuse_followed(function: str, arrays: Sequence[Any], group: Any) -> None:
     if torch.is_grad_enabled() and _any_requires_grad(arrays):
-        raise NotImplementedError(
-            f"an argument requires grad, but parallel.{function} has no derivative; detach it, or call under "
-            "torch.no_grad()"
-        )
+        text = f"an argument requires grad, but parallel.{function} has no derivative"
+        calls.refused(group, NotImplementedError(f"{text}; detach it, or call under torch.no_grad()"))
 
 
 def _any_requires_grad(xs: Iterable[Any]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arrays import in_a_row
 from .groups import of_one_host
 
 FEW = 1 << 20  # bytes
@@ -169,4 +170,4 @@ def groups(group: Any) -> Any:
 
 def _bytes(x: Any) -> torch.Tensor:
     """A contiguous tensor as uint8, sharing its memory: of any dtype, which gloo may not know."""
-    return x.reshape(-1).view(torch.uint8)
+    return in_a_row(x).view(torch.uint8)
