@@ -155,7 +155,7 @@ def check(
     views = {name: interop.view(lib, name, x) for name, x in arrays.items()}
     if views["q"].dtype == FLOAT8:
         raise TypeError(f"q has dtype {FLOAT8}; parallel.{function} takes float16, bfloat16, float32 and float64")
-    if given.get("family") is not None and not lib.on_gpu(arrays["q"]):
+    if given.get("family") is not None and lib.kind != "jax" and not lib.on_gpu(arrays["q"]):  # there it is traced
         refuse_family(given["family"], lib.kind)
     for ranks in (team, keys):
         check_place(ranks, lib, "q", arrays["q"])
