@@ -346,7 +346,8 @@ def test_tiles_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, tuple[int, ...]]] = []
     problem, arch = AttentionProblem("float16", 1, 300, 300, 4, 4, 64, 64, 0.125), Arch.of("sm_90a")
     forgotten = []
-    monkeypatch.setattr(fuzz_ways.corridor, "forget", lambda: forgotten.append(1))
+    pytest.importorskip("cupy")
+    monkeypatch.setattr("cupyflash.gpu.corridor.forget", lambda: forgotten.append(1))
     real = fuzz_ways.tuned.tiles
     for number in (0, 7, 7, 8, 0):
         with fuzz_ways.with_tiles(number):

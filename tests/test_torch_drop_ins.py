@@ -363,7 +363,7 @@ EVERY: dict[str, Any] = {
         torch.stack((x, x, x), 2), causal=True
     ),
     "flash_attn_kvpacked_func": lambda x, bias: flash_attn.flash_attn_kvpacked_func(x, torch.stack((x, x), 2)),
-    "memory_efficient_attention": lambda x, bias: xformers.memory_efficient_attention(x, x, x, bias),
+    "memory_efficient_attention": lambda x, bias: xformers.memory_efficient_attention(x, x, x, bias[None]),
     "LowerTriangularMask": lambda x, bias: xformers.memory_efficient_attention(x, x, x, xformers.LowerTriangularMask()),
 }
 a_module = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)

@@ -145,19 +145,19 @@ def memory_efficient_attention_forward_requires_grad(
         return _of_blocks(placed, query.shape, p, scale, output_dtype)
     options = _options(attn_bias) | dropout_options("p", p, query)
     for bias in (options.get("bias"), options.get("mask")):
-        if bias is not None and bias.dim() != query.dim():
+        if bias is not None and 3 <= bias.dim() == query.dim() - 1:  # of heads, or of the batch?
             raise ValueError(
                 f"attn_bias has shape {tuple(bias.shape)}; it must have as many dimensions as query, {query.dim()}"
             )
     shape = query.shape
     if query.dim() == 3:
         query, key, value = (x.unsqueeze(2) for x in (query, key, value))
-        options |= {name: options[name].unsqueeze(1) for name in ("bias", "mask") if name in options}
+        options |= {name: x.unsqueeze(1) for name, x in _of_rank(options, 3)}
     elif query.dim() == 5:
         xformers_blocks.check_groups(query, key, value)
         query = query.flatten(2, 3)
         key, value = xformers_blocks.of_groups(key, value)
-        options |= {name: options[name].flatten(1, 2) for name in ("bias", "mask") if name in options}
+        options |= {name: x.flatten(1, 2) for name, x in _of_rank(options, 5)}
     elif query.dim() != 4:
         raise ValueError(f"query has shape {tuple(shape)}; it must have 3, 4 or 5 dimensions")
     out, lse = api.attention(query, key, value, scale=scale, return_lse=True, **options)
@@ -177,6 +177,10 @@ def _of_blocks(
     out, lse = out.reshape(*shape[:-1], placed.v.shape[-1]), lse[None]
     lse = lse.unflatten(1, shape[2:4]) if len(shape) == 5 else lse
     return (out if output_dtype is None else out.to(output_dtype)), lse
+
+
+def _of_rank(options: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, x) for name in ("bias", "mask") if (x := options.get(name)) is not None and x.dim() == rank]
 
 
 def _options(attn_bias: Any) -> dict[str, Any]:
