@@ -101,9 +101,9 @@ def forward(
     return out, lse
 
 
-def refused(group: Any, error: Exception) -> NoReturn:
-    """Raise an error on all ranks of whoever else calls with this group now."""
-    ranks = _met(group)
+def refused(function: str, group: Any, error: Exception) -> NoReturn:
+    """Raise an error on all ranks, which call `function` with this group now: doing what they do until they agree."""
+    ranks = (of(group),) if function == "merge" else _met(group)
     agree(ranks, {}, error)
     raise error
 

@@ -145,7 +145,7 @@ def merge(out: Any, lse: Any, group: Any, **given: Any) -> tuple[Any, Any]:
 def _refuse_followed(function: str, arrays: Sequence[Any], group: Any) -> None:
     if torch.is_grad_enabled() and _any_requires_grad(arrays):
         text = f"an argument requires grad, but parallel.{function} has no derivative"
-        calls.refused(group, NotImplementedError(f"{text}; detach it, or call under torch.no_grad()"))
+        calls.refused(function, group, NotImplementedError(f"{text}; detach it, or call under torch.no_grad()"))
 
 
 def _any_requires_grad(xs: Iterable[Any]) -> bool:
