@@ -173,6 +173,14 @@ def test_masks_of_one_head() -> None:
     torch.testing.assert_close(out, torch.softmax(q @ k.mT / 8**0.5 + hidden, -1) @ v)
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 5, 4, 8), (2, 5, 2, 2, 8)], ids=len)
+def test_any_rank_is_one_graph(shape: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    x = drawn(*shape)
+    compiled = torch.compile(xformers.memory_efficient_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x, x), xformers.memory_efficient_attention(x, x, x))
+
+
 def test_gradients_of_heads_that_are_expanded() -> None:
     """Each of the heads that share one in memory has its own, where somebody looks at it; else their sum is right."""
     q, small = drawn(1, 3, 2, 3, 8), [drawn(1, 4, 2, 1, 8) for _ in "kv"]

@@ -144,19 +144,15 @@ def memory_efficient_attention_forward_requires_grad(
     if placed is not None:
         return _of_blocks(placed, query.shape, p, scale, output_dtype)
     options = _options(attn_bias) | dropout_options("p", p, query)
-    for bias in (options.get("bias"), options.get("mask")):
-        if bias is not None and 3 <= bias.dim() == query.dim() - 1:  # of heads, or of the batch?
-            raise ValueError(
-                f"attn_bias has shape {tuple(bias.shape)}; it must have as many dimensions as query, {query.dim()}"
-            )
+    if query.dim() > 3 and (unclear := _of_rank(options, query.dim() - 1)):  # of heads, or of the batch?
+        shape = tuple(unclear[0][1].shape)
+        raise ValueError(f"attn_bias has shape {shape}; it must have as many dimensions as query, {query.dim()}")
     shape = query.shape
     if query.dim() == 3:
         query, key, value = (x.unsqueeze(2) for x in (query, key, value))
         options |= {name: x.unsqueeze(1) for name, x in _of_rank(options, 3)}
     elif query.dim() == 5:
-        xformers_blocks.check_groups(query, key, value)
-        query = query.flatten(2, 3)
-        key, value = xformers_blocks.of_groups(key, value)
+        query, key, value = xformers_blocks.of_groups(query, key, value)
         options |= {name: x.flatten(1, 2) for name, x in _of_rank(options, 5)}
     elif query.dim() != 4:
         raise ValueError(f"query has shape {tuple(shape)}; it must have 3, 4 or 5 dimensions")
@@ -180,7 +176,7 @@ def _of_blocks(
 
 
 def _of_rank(options: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
-    return [(name, x) for name in ("bias", "mask") if (x := options.get(name)) is not None and x.dim() == rank]
+    return [(name, options[name]) for name in ("bias", "mask") if name in options and options[name].dim() == rank]
 
 
 def _options(attn_bias: Any) -> dict[str, Any]:

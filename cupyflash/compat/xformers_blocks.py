@@ -38,22 +38,11 @@ class Placed(NamedTuple):
     options: dict[str, Any]
 
 
-def of_groups(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(..., G, H, K) as (..., heads, K): one for each group where its H are the same in memory, unless somebody may
-    look at the gradient of each."""
-    both = key, value
-    one = all(x.shape[-2] == 1 or (x.stride(-2) == 0 and not _watched(x)) for x in both)
-    k, v = (x.select(-2, 0) if one else x.flatten(-3, -2) for x in both)
-    return k, v
-
-
-def _watched(x: torch.Tensor) -> bool:
-    followed = x.requires_grad and not torch.compiler.is_compiling()
-    return followed and (x.is_leaf or x.retains_grad or bool(x._backward_hooks))
-
-
-def check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """ValueError where (..., G, H, K) have other G and H than query; H may be 1."""
+def of_groups(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(..., G, H, K) as (..., heads, K): of keys and values one for each group where its H are the same in memory,
+    unless somebody may look at the gradient of each. ValueError where they have other G and H than query."""
     groups, heads = query.shape[-3:-1]
     for name, x in (("key", key), ("value", value)):
         if x.shape[-3] != groups or x.shape[-2] not in (1, heads) or x.shape[-2] != key.shape[-2]:
@@ -61,6 +50,14 @@ def check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
                 f"{name} has shape {tuple(x.shape)}, and query {tuple(query.shape)}; it must have as many groups, "
                 f"{groups}, and heads of each, {heads}"
             )
+    one = all(x.shape[-2] == 1 or (x.stride(-2) == 0 and not _watched(x)) for x in (key, value))
+    k, v = (x.select(-2, 0) if one else x.flatten(-3, -2) for x in (key, value))
+    return query.flatten(-3, -2), k, v
+
+
+def _watched(x: torch.Tensor) -> bool:
+    followed = x.requires_grad and not torch.compiler.is_compiling()
+    return followed and (x.is_leaf or x.retains_grad or bool(x._backward_hooks))
 
 
 def placed(bias: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Placed | None:
@@ -73,12 +70,7 @@ def placed(bias: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
             f"query has shape {tuple(query.shape)}; with a {name} it must be (1, rows of all sequences, heads, dim), "
             "or (1, rows, groups, heads, dim), and key and value too"
         )
-    q, k, v = (x[0] for x in (query, key, value))
-    if query.dim() == 5:
-        check_groups(query, key, value)
-        q = q.flatten(1, 2)
-        k, v = of_groups(key, value)
-        k, v = k[0], v[0]
+    q, k, v = (x[0] for x in (of_groups(query, key, value) if query.dim() == 5 else (query, key, value)))
     causal, local = MASKS[name]
     options: dict[str, Any] = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "causal": causal}
     if local and causal:
