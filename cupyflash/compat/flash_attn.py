@@ -17,7 +17,7 @@ from ..other_names import renaming
 from ..signature import unscripted
 from ..torch.dropout import check_tensors, dropout_options
 from . import kvcache
-from .windows import check_causal, check_flags, window_of
+from .windows import check_flags, window_of
 
 __all__ = [
     "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward",
@@ -60,7 +60,7 @@ def _attention(
     window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
     **lengths: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    check_causal(causal)
+    check_flags(causal=causal)
     out, lse = api.attention(
         q, k, v, scale=softmax_scale, causal=bool(causal), window=window_of(window_size), softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,

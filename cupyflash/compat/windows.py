@@ -14,11 +14,7 @@ def window_of(window: tuple[int, int]) -> tuple[int | None, int | None]:
     return None if left < 0 else left, None if right < 0 else right
 
 
-def check_causal(causal: Any) -> None:
-    check_flags(causal=causal)  # "top_left" means nothing there
-
-
 def check_flags(**flags: Any) -> None:
     for name, x in flags.items():
-        if isinstance(x, str):  # "no" would be yes
+        if isinstance(x, str):  # causal's "top_left" means nothing there, and "no" would be yes
             raise TypeError(f"{name} is {x!r}; it must be True or False")
