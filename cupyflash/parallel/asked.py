@@ -28,7 +28,7 @@ from .steps import Band, Blocks, Sight, arriving, band_of, lighter, usual_groups
 EXCHANGES = ("keys", "heads")
 ALIGNED = 16  # rows at whose multiples parts begin under dropout
 _RANKS = (2, 3, 4)  # of q, k and v
-_PARALLEL = ("rows", "key_rows", "exchange", "groups", "stretches")
+PLAN = ("rows", "key_rows", "exchange", "groups", "stretches")
 _LATER = (  # of `attention`, and not taken here
     "at", "latent", "out_dtype", "out_scale", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k",
     "seqlens_k", "page_table", "max_seqlen_q", "max_seqlen_k", "batch_invariant", "check", "out", "grads", "add",
@@ -140,7 +140,7 @@ def check(
         if name in _LATER and value is not None and value is not False and not (name == "out_scale" and value == 1):
             raise ValueError(f"{name} is given; parallel.{function} does not take it yet, it must be left out")
         if name not in known:
-            raise unexpected(f"parallel.{function}", name, [*known, *_PARALLEL])
+            raise unexpected(f"parallel.{function}", name, [*known, *PLAN])
     options, layout = complete(given), check_layout(given.get("layout", "bshd"))
     seed, number = seed_of(given.get("seed"), options["dropout"])
     optional = {row.name: given.get(row.name) for row in ARRAYS} | {"seed": seed}

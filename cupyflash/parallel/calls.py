@@ -84,7 +84,7 @@ def attention(
 
 
 def forward(
-    q: Any, k: Any, v: Any, group: Any, plan: dict[str, Any], options: dict[str, Any], return_lse: Any = True,
+    q: Any, k: Any, v: Any, group: Any, plan: dict[str, Any], options: dict[str, Any], return_lse: Any,
     followed: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """out and lse of `attention`. followed: whether gradients will be asked for, by autograd: then of all ranks."""

@@ -11,6 +11,7 @@ import torch
 from ..interop.torch_ops import _autocast, _autocast_dtype, recorded
 from . import calls
 from .arrays import packed
+from .asked import PLAN
 
 
 def attention(
@@ -33,11 +34,11 @@ def attention(
     tensors = [q, k, v, *[options[name] for name in named], *reads.values()]
     # (Of what is neither True nor False all ranks are told.)
     with_lse = True if return_lse is False else return_lse
-    if recorded([x for x in tensors if isinstance(x, torch.Tensor)]):
-        given = {name: x for name, x in options.items() if name not in (*named, "score_arrays")}
-        out, lse = _Attention.apply(_How(group, with_lse, given, named, tuple(reads)), *tensors)
-    else:
-        with _as_they_are(q):
+    with _as_they_are(q):
+        if recorded([x for x in tensors if isinstance(x, torch.Tensor)]):
+            given = {name: x for name, x in options.items() if name not in (*named, "score_arrays")}
+            out, lse = _Attention.apply(_How(group, with_lse, given, named, tuple(reads)), *tensors)
+        else:
             out, lse = calls.attention(q, k, v, group, return_lse=with_lse, **options)
     return (out, lse) if return_lse else out
 
@@ -53,7 +54,6 @@ _uncompiled = torch.compiler.disable(attention)
 
 
 _FOLLOWED = ("bias", "alibi_slopes", "sinks")
-_PLAN = ("rows", "key_rows", "exchange", "groups", "stretches")
 
 
 class _How:
@@ -74,9 +74,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, how: _How, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
         given = how.given([x.detach() for x in tensors])
         q, k, v = (x.detach() for x in (q, k, v))
-        plan = {name: given.pop(name, None) for name in _PLAN}
-        with _as_they_are(q):
-            out, lse = calls.forward(q, k, v, how.ranks, plan, given, how.return_lse, followed=True)
+        plan = {name: given.pop(name, None) for name in PLAN}
+        out, lse = calls.forward(q, k, v, how.ranks, plan, given, how.return_lse, followed=True)
         ctx.how = how
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
