@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from .signature import unscripted
 
 F = TypeVar("F", bound=Callable[..., Any])
+_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'$")
 
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
@@ -23,9 +24,23 @@ _LENGTHS = f"{_FILLED}, or key_mask, (batch, keys) booleans"
 _PACKED = "here it is cu_seqlens_q and cu_seqlens_k, where each packed sequence begins"
 _PAGES = "here it is page_table, (sequences, pages of one), with seqlens_k"
 _ROTARY = "attention_append takes rotary=(cos, sin)"
+_CACHE = "here caches are k and v, with seqlens_k; attention_append takes them by that name"
+_FASTEST = "the fastest kernels are taken by themselves; leave it out"
 _BIAS = "here it is mask where it holds booleans (True: may be attended), and bias where it is added to the score"
 
 HERE = {
+    "query": "here it is q",
+    "key": "here it is k",
+    "value": "here it is v",
+    "softmax_lse": "here it is lse",
+    "lengths": _FILLED,
+    "k_cache": _CACHE,
+    "v_cache": _CACHE,
+    "segment_ids": "here it is cu_seqlens_q and cu_seqlens_k, of packed sequences, or block_mask=masks.documents(ids)",
+    "rotary_interleaved": "attention_append takes it, with rotary=(cos, sin)",
+    "num_splits": _FASTEST,
+    "sm_margin": "here it is sms, how many multiprocessors a call takes at most",
+    "pack_gqa": _FASTEST,
     "is_causal": "here it is causal=True, or causal='top_left' for what PyTorch and JAX mean where q and k differ in "
     "length",
     "attn_mask": _BIAS,
@@ -129,7 +144,11 @@ def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Calla
             except (TypeError, ValueError) as error:
                 if type(error) not in (TypeError, ValueError):  # another's, with a constructor of its own
                     raise
-                raise type(error)(ours.sub(lambda x: theirs[x[1]], str(error))) from error
+                if unknown := _UNEXPECTED.search(text := str(error)):  # of what is called here, by its own names
+                    if unknown[1] not in theirs:
+                        raise
+                    raise TypeError(f"{text}; here it is {theirs[unknown[1]]}") from error
+                raise type(error)(ours.sub(lambda x: theirs[x[1]], text)) from error
 
         return unscripted(call)
 

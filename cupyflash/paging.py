@@ -5,8 +5,9 @@ Kernels know nothing of it: they get a table and lengths, as from any other owne
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,15 @@ class Room(NamedTuple):
 
     seqlens_k: Array  # (N,) int32: rows before those that come
     page_table: Array  # (N, P) int32, with the pages of those that come; -1 where there is none
+
+
+def _whole(name: str, n: Any) -> int:
+    try:
+        if not isinstance(n, bool):
+            return operator.index(n)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {n!r}; it must be an integer")
 
 
 class OutOfPages(MemoryError):
@@ -102,7 +112,7 @@ class Pages:
     def fork(self, sequence: int, rows: int | None = None) -> int:
         """A new sequence that begins with the first `rows` rows of another (default: all), and shares their pages."""
         self._known(sequence)
-        rows = self._rows[sequence] if rows is None else rows
+        rows = self._rows[sequence] if rows is None else _whole("rows", rows)
         if not 0 <= rows <= self._rows[sequence]:
             raise ValueError(f"rows is {rows}; it must be 0 to {self._rows[sequence]}, those of sequence {sequence}")
         forked = self.allocate()
@@ -170,7 +180,11 @@ class Pages:
         return Room(self._array(np.array([self._rows[x] for x in names], np.int32)), self._table(names, width))
 
     def _paired(self, sequences: Iterable[int], rows: Iterable[int]) -> list[tuple[int, int]]:
-        names, new = list(sequences), list(rows)
+        given = {"sequences": sequences, "rows": rows}
+        for name, x in given.items():
+            if not isinstance(x, Iterable) or isinstance(x, str):
+                raise TypeError(f"{name} is {x!r}; it must be a list of integers, one for each sequence")
+        names, new = (([_whole(f"{name}[{i}]", n) for i, n in enumerate(x)]) for name, x in given.items())
         if len(names) != len(new):
             raise ValueError(f"rows has {len(new)} numbers; it must have one for each of the {len(names)} sequences")
         if len({*names}) != len(names):
@@ -182,7 +196,7 @@ class Pages:
         return list(zip(names, new))
 
     def _known(self, sequence: int) -> None:
-        if sequence not in self._pages:
+        if not isinstance(sequence, Hashable) or sequence not in self._pages:
             raise KeyError(f"{sequence!r} is no sequence that has been allocated and not freed")
 
     def _take(self) -> int:

@@ -208,7 +208,7 @@ def _check_block_mask(block_mask: Any) -> tuple[str, ...] | None:
 def _check_out_dtype(dtype: Any) -> str | None:
     name = float_name(dtype)
     if name not in (None, *OF_FLOAT8, "float32"):
-        raise ValueError(f"out_dtype is {dtype!r}; it must be {', '.join(OF_FLOAT8)} or None")
+        raise ValueError(f"out_dtype is {dtype!r}; it must be None, {', '.join(OF_FLOAT8)} or, of gradients, float32")
     return name
 
 

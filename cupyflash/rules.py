@@ -213,8 +213,9 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     for name, given_, usual in (("out_dtype", options["out_dtype"], None), ("out_scale", options["out_scale"], 1.0)):
         wide = name == "out_dtype" and q.dtype in HALVES and given_ == "float32"  # of gradients: `_stated`
         if q.dtype != FLOAT8 and given_ != usual and not (cache_dtype and name == "out_scale") and not wide:
+            also = ", or for gradients float32" if name == "out_dtype" and q.dtype in HALVES else ""
             raise ValueError(
-                f"{name} is {given_}; with q of {q.dtype} it must be {usual}: it is for inputs of {FLOAT8}"
+                f"{name} is {given_}; with q of {q.dtype} it must be {usual}{also}: it is for inputs of {FLOAT8}"
             )
     if q.dtype == FLOAT8 and options["out_dtype"] not in OF_FLOAT8:
         if options["out_dtype"] is not None:

@@ -213,3 +213,15 @@ def test_packed_sequences_with_other_queries_than_keys() -> None:
     same = torch.tensor([0, 2, 5])
     out, _ = attention_forward(Layer(), q, k, v, None, cu_seq_lens_q=same, cu_seq_lens_k=same.clone())
     torch.testing.assert_close(out[0], flash_attn.flash_attn_varlen_func(*rows, same, same, 3, 3, causal=True))
+
+
+def test_arguments_that_are_called_otherwise_there() -> None:
+    for call, text in (
+        (lambda: flash_attn.flash_attn_func(*QKV, scale=0.1), "'scale'; here it is softmax_scale"),
+        (lambda: with_cache_raising(page_table=FILLED[:, None]), "'page_table'; here it is block_table"),
+        (lambda: flash_attn.flash_attn_func(*QKV, colour="red"), "'colour'"),
+    ):
+        with pytest.raises(TypeError, match=f"got an unexpected keyword argument {text}$"):
+            call()
+    with pytest.raises(TypeError, match=r"^dropout_p is \[0.1\]; it must be a number from 0 to 1"):
+        flash_attn.flash_attn_func(*QKV, dropout_p=[0.1])

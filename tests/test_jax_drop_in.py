@@ -178,3 +178,26 @@ def test_shapes_that_do_not_fit(shapes: tuple[Any, ...]) -> None:
     for function in (dot_product_attention, jax.nn.dot_product_attention):
         with pytest.raises((ValueError, TypeError)):
             function(q, k, k, bias)
+
+
+def test_rows_behind_query_seq_lengths() -> None:
+    """Whatever they hold, no residual has weight there, and no gradient has NaN of theirs."""
+    q, k, v = numbers(2, 4, 2, 8), numbers(2, 5, 2, 8), numbers(2, 5, 2, 8)
+    lengths = jnp.asarray([2, 0], jnp.int32)
+    dirty = jnp.where((jnp.arange(4) < lengths[:, None])[..., None, None], q, jnp.nan)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return dot_product_attention(q, k, v, query_seq_lengths=lengths, return_residual=True)
+
+    out, residual = run(dirty, k, v)
+    whole, rows = dot_product_attention(q, k, v, return_residual=True)
+    np.testing.assert_array_equal(out[0, :2], whole[0, :2])
+    np.testing.assert_array_equal(residual[0, :2], rows[0, :2])
+    assert not out[0, 2:].any() and not out[1].any()
+    assert (residual[0, 2:] == -jnp.inf).all() and (residual[1] == -jnp.inf).all()
+    found, wanted = (
+        jax.grad(lambda q, k, v: (run(q, k, v)[0] ** 2).sum(), (0, 1, 2))(x, k, v) for x in (dirty, q)
+    )  # fmt: skip
+    for x, y in zip(found, wanted):
+        np.testing.assert_array_equal(x, y)
+    assert found[1][0].any() and not found[0][:, 2:].any()

@@ -163,3 +163,27 @@ def test_messages() -> None:
         pages.fork(one, 1)
     with pytest.raises(OutOfPages, match="^9 pages are needed, and 8 of 8 are left"):
         pages.append([one], [33])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pages, a: pages.append(a, 1), "sequences is 1; it must be a list of integers, one for each sequence"),
+        (lambda pages, a: pages.append([a], 1), "rows is 1; it must be a list of integers, one for each sequence"),
+        (lambda pages, a: pages.append([a], "1"), "rows is '1'; it must be a list of integers"),
+        (lambda pages, a: pages.append([a], [1.0]), r"rows\[0\] is 1.0; it must be an integer"),
+        (lambda pages, a: pages.append([a], [None]), r"rows\[0\] is None; it must be an integer"),
+        (lambda pages, a: pages.append([a], [True]), r"rows\[0\] is True; it must be an integer"),
+        (lambda pages, a: pages.append([[a]], [1]), r"sequences\[0\] is \[1\]; it must be an integer"),
+        (lambda pages, a: pages.fork(a, rows=1.5), "rows is 1.5; it must be an integer"),
+    ],
+)
+def test_numbers_that_are_none(call: Any, message: str) -> None:
+    pages = Pages([np.zeros((4, 2, 1, 8), np.float32)])
+    a = pages.allocate()
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call(pages, a)
+    assert pages.rows(a) == 0 and pages.left == 4
+    with pytest.raises(KeyError, match="is no sequence"):
+        pages.free([a])  # type: ignore[arg-type]
+    assert pages.append(np.array([a]), np.array([3])).seqlens_k.tolist() == [0]

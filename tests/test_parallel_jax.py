@@ -118,6 +118,31 @@ agree(sp, Rows.zigzag(LENGTH, 2, multiple=8), x=qkv(4, 2), how={"exchange": "key
     )
 
 
+def test_no_keys_at_all() -> None:
+    """Out is 0, and so are gradients."""
+    devices(
+        2,
+        """
+rows, none = Rows.contiguous(LENGTH, 2, multiple=1), Rows.contiguous(0, 2)
+q, k, v = drawn(1, LENGTH, 2, 8), drawn(1, 0, 2, 8), drawn(1, 0, 2, 6)
+for exchange in ("keys", "heads"):
+    each = shard_map(
+        lambda q, k, v: parallel.attention(q, k, v, axis="sp", rows=rows, key_rows=none, exchange=exchange),
+        mesh=sp, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+    out, of = jax.jit(jax.value_and_grad(lambda *x: each(*x).sum(), (0, 1, 2)))(q, k, v)
+    assert out == 0 and not of[0].any() and [x.shape for x in of[1:]] == [k.shape, v.shape], (out, of)
+for wrong in (3, [1]):
+    try:
+        shard_map(lambda q: parallel.attention(q, q, q, axis="sp", rows=rows, score_arrays=wrong), mesh=sp,
+                  in_specs=P(None, "sp"), out_specs=P(None, "sp"))(q)
+    except TypeError as error:
+        assert str(error).startswith("score_arrays is a"), error
+    else:
+        raise AssertionError("nothing is said")
+""",
+    )
+
+
 @pytest.mark.slow
 def test_exchange_of_heads() -> None:
     devices(

@@ -45,7 +45,7 @@ def dot_product_attention(
     is_causal : bool
         Query i attends keys j <= i.
     query_seq_lengths, key_value_seq_lengths : (B,) int32, optional
-        Queries from there on get 0; keys from there on are not attended.
+        Queries from there on get 0, and a residual of -inf; keys from there on are not attended.
     local_window_size : int or (left, right), optional
         Keys that a query attends beside its own position.
     implementation : None, "xla" or "cudnn"
@@ -98,13 +98,17 @@ def dot_product_attention(
         options["mask"] = seen
     if key_value_seq_lengths is not None:
         options["key_mask"] = _below(key_value_seq_lengths, s, query.shape, "key_value_seq_lengths")
+    own = None
+    if query_seq_lengths is not None:  # what is in the rows behind reaches no gradient either
+        own = _below(query_seq_lengths, t, query.shape, "query_seq_lengths")[..., None]
+        query = jnp.where(own[..., None], query, 0)
     out, lse = api.attention(query, key, value, return_lse=True, **options)
-    if query_seq_lengths is not None:
-        own = _below(query_seq_lengths, t, query.shape, "query_seq_lengths")
-        out = jnp.where(own[..., None, None], out, 0)
+    lse = lse.swapaxes(-1, -2)
+    if own is not None:
+        out, lse = jnp.where(own[..., None], out, 0), jnp.where(own, lse, -jnp.inf)
     if not return_residual:
         return out
-    return out, jax.lax.stop_gradient(lse.swapaxes(-1, -2).astype(query.dtype))
+    return out, jax.lax.stop_gradient(lse.astype(query.dtype))
 
 
 def _fitting(x: jax.Array, rank: int) -> jax.Array:

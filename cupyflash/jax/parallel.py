@@ -13,6 +13,7 @@ collectives of XLA's.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -96,7 +97,10 @@ def attention(
     arrays = {"q": q, "k": k, "v": v} | {x: options.pop(x) for x in _OPTIONAL if options.get(x) is not None}
     if isinstance(arrays.get("seed"), Integral):
         options["seed"] = arrays.pop("seed")
-    reads = dict(options.pop("score_arrays", None) or {})
+    reads = options.pop("score_arrays", None) or {}
+    if not isinstance(reads, Mapping):
+        raise TypeError(f"score_arrays is a {type(reads).__name__}; it must be a dict of arrays, by name")
+    reads = dict(reads)
     lib: Any = interop.library("q", q)
     arrays, reads = interop.adopted(lib, arrays), interop.adopted(lib, reads)
     asked = _checked(arrays, reads, options, axes, rows, key_rows)
@@ -308,13 +312,14 @@ class _How:
 
     def _gathered(self, x: Any) -> Any:
         """The keys of all ranks, in the order of the whole."""
-        x = x if self.axes.keys is None else jax.lax.all_gather(x, self.axes.keys, axis=1, tiled=True)
+        if self.axes.keys is not None and x.size:  # XLA gathers no axis without numbers
+            x = jax.lax.all_gather(x, self.axes.keys, axis=1, tiled=True)
         return _taken(x, self._order_of_keys())
 
     def _returned(self, x: Any) -> Any:
         """To each rank the sum of its keys' gradients."""
         x = _taken(x, np.argsort(self._order_of_keys()))
-        if self.axes.keys is None:
+        if self.axes.keys is None or not x.size:
             return x
         return jax.lax.psum_scatter(x, self.axes.keys, scatter_dimension=1, tiled=True)
 

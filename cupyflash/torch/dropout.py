@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ def dropout_options(name: str, p: float, q: torch.Tensor) -> dict[str, Any]:
     It is a tensor on q's device, so that nothing waits for the GPU, torch.compile follows it, and a CUDA graph draws
     another in each run. Of p = 1 nothing is left: no key is seen.
     """
-    if isinstance(p, str) or p is None:
+    if not isinstance(p, (Real, torch.Tensor)):
         raise TypeError(f"{name} is {p!r}; it must be a number from 0 to 1")
     if not 0 <= p <= 1:
         raise ValueError(f"{name} is {p}; it must be from 0 to 1")
