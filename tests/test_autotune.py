@@ -72,22 +72,23 @@ def test_what_is_tried_are_fields_of_the_tiles(family: str, of: Pass) -> None:
 
 @pytest.mark.parametrize("dim_v", [64, 128, 192])
 def test_hopper_backward_has_room_for_what_leaves(dim_v: int) -> None:
-    """dK and dV of a warpgroup's 64 keys leave through the room of two tiles of dS and the parts of dQ."""
+    """dK or dV of a warpgroup's 64 keys leaves through the room of two tiles of dS and the parts of dQ."""
     trials = list(candidates(problem("float16", 128, dim_v=dim_v), H200, BACKWARD, "sm90"))
     narrow = [c for c in (dict(trial.plan.constants) for trial in trials) if c["KEYS"] == 64 * c["WARPGROUPS"]]
     for c in narrow:
         room = 2 * 2 * c["ROWS"] * c["KEYS"] + c["WARPGROUPS"] * 4 * 64 * c["ROWS"]
-        assert c["WARPGROUPS"] * 2 * 64 * (c["DIM"] + c["DIM_V"]) <= room
-    assert narrow or dim_v > 128
+        assert c["WARPGROUPS"] * 2 * 64 * max(c["DIM"], c["DIM_V"]) <= room
+    assert narrow
 
 
 @pytest.mark.parametrize("dim", [144, 256])
 def test_hopper_backward_has_who_takes_the_columns_of_dq(dim: int) -> None:
-    """Each warpgroup of a cluster 64 of them, also where few columns of V leave room for more keys."""
+    """Each warpgroup of a cluster 64; two that own their keys some rows of 64 more."""
     trials = list(candidates(problem("float16", dim, dim_v=64), H200, BACKWARD, "sm90"))
     assert len(trials) > 1
     for c in (dict(trial.plan.constants) for trial in trials):
-        assert c["DIM"] <= 64 * c["WARPGROUPS"] * c["CLUSTER"]
+        rest = 64 if c["KEYS"] == 64 * c["WARPGROUPS"] else 0
+        assert c["DIM"] <= 64 * c["WARPGROUPS"] * c["CLUSTER"] + rest
 
 
 @pytest.mark.parametrize(("family", "of"), TUNED)

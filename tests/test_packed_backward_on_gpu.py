@@ -58,7 +58,9 @@ def judge(case: Case, layout: str = "bshd") -> None:
 
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (90, 100), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (64, 64), (90, 100), (128, 128), (160, 144), (192, 128), (192, 192), (256, 256)]
+)
 def test_edges_of_tiles(dims: tuple[int, int], layout: str, causal: Any, rng: np.random.Generator) -> None:
     dtype = "bfloat16" if causal is True else "float16"
     for heads, lens in (((4, 2), SHUFFLED), ((3, 3), EDGES)):
@@ -66,7 +68,7 @@ def test_edges_of_tiles(dims: tuple[int, int], layout: str, causal: Any, rng: np
         judge(draw_case(rng, EDGES, lens, dtype=dtype, dims=dims, heads=heads, options=options), layout)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (160, 160), (256, 256)])
 def test_many_and_long(dims: tuple[int, int], rng: np.random.Generator) -> None:
     """More heads than sums of dQ have room for, hundreds of sequences, and one long among them."""
     for heads in ((2, 1), (24, 24)):

@@ -52,6 +52,7 @@ WIDE: dict[str, tuple[tuple[str, Arch, str], tuple[int, int]]] = {
     "sm80-dims": (SM80, (47, 33)),
     "sm90": (SM90, (64, 48)),
     "sm90-dims": (SM90, (100, 90)),
+    "sm90-160": (SM90, (160, 140)),
     "sm90-wide": (SM90, (256, 200)),
 }
 

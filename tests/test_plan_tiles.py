@@ -210,25 +210,6 @@ def test_explain_tells_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explanation.explain(q, q, q, dtype="bfloat16", arch="sm_90a", of="backward").notes == ()
 
 
-def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
-    for dims, sums in (
-        ((32, 32), 32),
-        ((64, 64), 64),
-        ((96, 64), 80),
-        ((128, 128), 128),
-        ((192, 128), 96),
-        ((192, 192), 96),
-        ((256, 256), 128),
-    ):
-        asked = problem("bfloat16", *dims, batch=1, seq_q=4096, seq_k=900, heads_q=32, heads_k=1)
-        chosen = plan(asked, H200, BACKWARD)
-        told = constants(chosen)
-        shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
-        assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
-        tiles = -(-900 // (told["KEYS"] * told["CLUSTER"]))
-        assert shape[0] == tiles * told["CLUSTER"] * told["WARPGROUPS"] * dict(chosen.scalars)["shares"]
-
-
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (200, 0), (30, 77), (0, None)])
 @pytest.mark.parametrize("diagonal", [0, 300, -200])
 def test_visits_of_key_tiles_are_those_of_the_band(window: tuple[int | None, int | None], diagonal: int) -> None:

@@ -20,7 +20,7 @@ GPUS = {"sm80": Arch("sm_80", 80, 108, 166912), "sm90": Arch("sm_90a", 90, 132, 
 # Family, dtype, head dimensions, lanes along columns, and how many warps then have a row. Of the columns that kernels
 # are compiled for some have no lane, or lanes no columns.
 COMBINED: dict[str, tuple[str, str, tuple[int, int], int, int]] = {
-    "eight of a row": ("sm90", "float16", (64, 100), 4, 8),
+    "eight of a row": ("sm90", "float16", (64, 120), 4, 8),
     "four": ("sm90", "bfloat16", (64, 128), 8, 4),
     "two": ("sm90", "float16", (64, 40), 8, 2),
     "one": ("sm90", "float16", (64, 128), 32, 1),

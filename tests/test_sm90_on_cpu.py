@@ -43,6 +43,29 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "in-order": ("float16", {"heads": (4, 2), "seq": (150, 633), "batch": 1}, {"deterministic": True}),
     "in-order-causal": ("float16", {"seq": (400, 433), "batch": 1}, {"causal": True, "deterministic": True}),
     "192": ("float16", {"seq": (170, 250), "dims": (192, 128), "key_mask": True}, {"window": (50, 50)}),
+    "192-192": ("bfloat16", {"seq": (170, 250), "dims": (192, 180), "key_mask": True}, {"window": (50, 50)}),
+    # Sums of O, dK and dV along as many columns as there are, in sixteens.
+    "80": ("bfloat16", {"seq": (300, 362), "dims": (77, 72), "heads": (2, 1), "batch": 1, "dlse": 1.0}, {}),
+    "80-scores": ("float16", {"seq": (200, 250), "dims": (80, 80), "batch": 1, "given": SCORES},
+        {"softcap": 2.0, "causal": True}),
+    "80-of-few-queries": ("bfloat16", {"seq": (3, 900), "dims": (80, 80), "heads": (8, 1)}, {}),
+    "112": ("float16", {"seq": (130, 300), "dims": (112, 100), "key_mask": True},
+        {"window": (50, 50), "deterministic": True}),
+    "112-unaligned": ("bfloat16", {"seq": (130, 96), "dims": (109, 105)}, {"rows_aligned": False}),
+    "144": ("bfloat16", {"seq": (130, 300), "dims": (144, 130), "heads": (12, 2), "batch": 1}, {"causal": True}),
+    "208": ("float16", {"seq": (130, 300), "dims": (208, 200), "batch": 1, "given": ("bias",)}, {"causal": True}),
+    "240-unaligned": ("float16", {"seq": (130, 200), "dims": (240, 233), "batch": 1}, {"rows_aligned": False}),
+    # 48 queries by 128 keys, whose third block of columns of dQ two warpgroups share out by rows.
+    "160": ("float16", {"seq": (300, 362), "dims": (160, 149), "heads": (4, 2), "batch": 1, "dlse": 1.0},
+        {"causal": True}),
+    "160-in-order": ("bfloat16", {"seq": (150, 433), "dims": (140, 160), "key_mask": True, "batch": 1},
+        {"deterministic": True}),
+    "160-unaligned": ("bfloat16", {"seq": (100, 150), "dims": (153, 133), "batch": 1}, {"rows_aligned": False}),
+    "160-window": ("float16", {"heads": (4, 2), "seq": (150, 1210), "dims": (136, 100), "batch": 6},
+        {"window": (150, 0)}),
+    "160-blocks": ("bfloat16", {"seq": (170, 350), "dims": (160, 144), "batch": 1, "key_mask": True},
+        {"blocks": ((48, 96), "h"), "causal": True}),
+    "128-192": ("float16", {"seq": (200, 300), "dims": (120, 192), "batch": 1}, {}),
     # Rows that begin at no multiple of 16 bytes, where they leave through a strip of shared memory, and where there is
     # none.
     "192-odd": ("bfloat16", {"seq": (300, 250), "dims": (192, 99), "batch": 1},
@@ -82,6 +105,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "whole-window": ("bfloat16", {"seq": (400, 120), "dims": (128, 128), "batch": 1}, {"window": (20, 9)}),
     # The same of wide heads, whose columns three warpgroups share out.
     "whole-192": ("float16", {"seq": (150, 84), "dims": (192, 190), "heads": (4, 2), "dlse": 1.0}, {"causal": True}),
+    "whole-160-128": ("float16", {"seq": (150, 120), "dims": (160, 150), "heads": (4, 2), "dlse": 1.0},
+        {"causal": True}),
+    "whole-192-128": ("bfloat16", {"seq": (130, 128), "dims": (190, 128), "batch": 1}, {"rows_aligned": False}),
     "whole-160": ("bfloat16", {"seq": (130, 96), "dims": (149, 160), "batch": 1}, {"rows_aligned": False}),
     "whole-144": (
         "float16", {"seq": (300, 90), "dims": (144, 130), "heads": (2, 1), "given": SCORES, "key_mask": True},

@@ -32,6 +32,7 @@ USUAL = (2, 128, 2, 1)  # of the forward
 TILES = {
     64: (128, 128, 2, 2, 2, 184),
     128: (64, 128, 2, 2, 2, 352),
+    160: (48, 128, 2, 2, 2, 184),
     192: (64, 96, 3, 2, 1, 224),
     256: (64, 64, 2, 2, 1, 200),
 }
@@ -90,6 +91,9 @@ CASES: dict[str, Case] = {
     "one key tile of all keys, rows as no map can tell": lambda r: (
         packed(r, [70, 1, 64], [64, 2, 130], heads=(2, 1), dims=(60, 44)), IN_ORDER, {},
     ),
+    "160": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(160, 136)), {"causal": True}, {}),
+    "160 in order": lambda r: (packed(r, [47, 0, 130], [129, 3, 128], heads=(2, 1), dims=(150, 160)), IN_ORDER, {}),
+    "160, a window": lambda r: (packed(r, dims=(160, 160)), {"window": (20, 9), "causal": "top_left"}, {}),
     "192": lambda r: (packed(r, [63, 0, 130], [95, 3, 97], heads=(2, 1), dims=(192, 128)), IN_ORDER, {}),
     "256": lambda r: (packed(r, *EDGES_128, heads=(2, 1), dims=(256, 200)), {"causal": True}, {}),
     "256 in order": lambda r: (packed(r, [65, 1, 130], [300, 60, 64], heads=(1, 1), dims=(256, 256)), IN_ORDER, {}),

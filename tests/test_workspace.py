@@ -50,7 +50,7 @@ def test_memory_of_any_length(of: Pass, dtype: str, arch: Arch) -> None:
 
 
 def test_sums_of_shares_take_twice_what_q_does_or_little() -> None:
-    """Few heads whose queries are dealt out: 8 and 16 MB stay, of 96 60 are left, of 289 none."""
+    """Few heads whose queries are dealt out: 8 and 16 MB stay, of 72 60 are left, or none."""
 
     def found(dim: int, shape: tuple[int, int, int], seq: int, **fields: Any) -> tuple[int, int]:
         chosen = made(BACKWARD, "bfloat16", dim, shape, seq, H200, **fields)

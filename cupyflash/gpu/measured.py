@@ -63,7 +63,9 @@ TABLE = {
         "(up to 64 columns) and 1.9 % longer than the best"),
     "sm90_backward.wave": Measured(0.7, "", "H100", "2026-11-26", "of a wave that is not full, how much is in vain"),
     "sm90_backward.few_rows": Measured(1.17, "", "H100", "2026-11-26", "of a pair, 64 by 128 beside 128 by 128"),
-    "sm90_backward.few_keys": Measured(0.95, "", "H100", "2026-11-26", "of a pair, 64 by 64 beside 64 by 96"),
+    "sm90_backward.rest": Measured(0.8, "", "H200", "2026-11-29", "of a pair, 48 by 128 beside 64 by 96"),
+    "sm90_backward.rest_192": Measured(0.93, "", "H200", "2026-11-29", "the same, of 192 columns of K and 128 of V"),
+    "sm90_backward.few_keys": Measured(1.2, "", "H200", "2026-11-29", "of a pair, 64 by 64 beside 64 by 96"),
     "sm90_backward.sums": Measured(0.5, "visits", "H200", "2026-11-22", "its sums on their way to memory or back"),
     "sm90_backward.spilled": Measured(
         0.08, "", "H200", "2026-11-23",

@@ -19,45 +19,46 @@ __device__ void wgmma_wait() {
 #define D1(c, n) c(d[n][0]), c(d[n][1]), c(d[n][2]), c(d[n][3])
 #define D2(c, n) D1(c, n), D1(c, n + 1)
 #define D4(c, n) D2(c, n), D2(c, n + 2)
-#define D8(c, n) D4(c, n), D4(c, n + 4)
 #define D_8(c) D1(c, 0)
 #define D_16(c) D2(c, 0)
+#define D_24(c) D2(c, 0), D1(c, 2)
 #define D_32(c) D4(c, 0)
 #define D_40(c) D_32(c), D1(c, 4)
 #define D_48(c) D_40(c), D1(c, 5)
 #define D_64(c) D_32(c), D4(c, 4)
 #define D_80(c) D_64(c), D2(c, 8)
 #define D_96(c) D_80(c), D2(c, 10)
-#define D_128(c) D_96(c), D4(c, 12)
-#define D_192(c) D_128(c), D8(c, 16)
-#define D_256(c) D_192(c), D8(c, 24)
+#define D_112(c) D_96(c), D2(c, 12)
+#define D_128(c) D_112(c), D2(c, 14)
+#define D_144(c) D_128(c), D2(c, 16)
+#define D_160(c) D_144(c), D2(c, 18)
+#define D_176(c) D_160(c), D2(c, 20)
+#define D_192(c) D_176(c), D2(c, 22)
+#define D_208(c) D_192(c), D2(c, 24)
+#define D_224(c) D_208(c), D2(c, 26)
+#define D_240(c) D_224(c), D2(c, 28)
+#define D_256(c) D_240(c), D2(c, 30)
 
 // Their names in its text.
 #define NAMES_8 "%0, %1, %2, %3"
 #define NAMES_16 NAMES_8 ", %4, %5, %6, %7"
-#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_24 NAMES_16 ", %8, %9, %10, %11"
+#define NAMES_32 NAMES_24 ", %12, %13, %14, %15"
 #define NAMES_40 NAMES_32 ", %16, %17, %18, %19"
 #define NAMES_48 NAMES_40 ", %20, %21, %22, %23"
-#define NAMES_64 \
-    NAMES_32 ", " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_80 \
-    NAMES_64 ", " \
-    "%32, %33, %34, %35, %36, %37, %38, %39"
-#define NAMES_96 \
-    NAMES_80 ", " \
-    "%40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES_128 \
-    NAMES_96 ", " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_192 \
-    NAMES_128 ", " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
-    "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_256 \
-    NAMES_192 ", " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
-    "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_64 NAMES_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_80 NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES_96 NAMES_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_112 NAMES_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define NAMES_128 NAMES_112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_144 NAMES_128 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define NAMES_160 NAMES_144 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_176 NAMES_160 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define NAMES_192 NAMES_176 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_208 NAMES_192 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define NAMES_224 NAMES_208 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define NAMES_240 NAMES_224 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define NAMES_256 NAMES_240 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // What a statement says that multiplies tiles in shared memory: one to four STEPS of K. One alone takes its descriptors
 // as they are; those of more go on in place, by NEXT_A and NEXT_B (16 bytes): fewer instructions than if each is made
@@ -147,12 +148,20 @@ WGMMA_8(256, 128, 129, 130, 131, 132)
 
 WGMMA_BOTH_TYPES(8, 4, 5, 6, 7, 8, 9, 10)
 WGMMA_BOTH_TYPES(16, 8, 9, 10, 11, 12, 13, 14)
+WGMMA_BOTH_TYPES(24, 12, 13, 14, 15, 16, 17, 18)
 WGMMA_BOTH_TYPES(32, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_BOTH_TYPES(40, 20, 21, 22, 23, 24, 25, 26)
 WGMMA_BOTH_TYPES(48, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_BOTH_TYPES(64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_BOTH_TYPES(80, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_BOTH_TYPES(96, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_BOTH_TYPES(112, 56, 57, 58, 59, 60, 61, 62)
 WGMMA_BOTH_TYPES(128, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_BOTH_TYPES(144, 72, 73, 74, 75, 76, 77, 78)
+WGMMA_BOTH_TYPES(160, 80, 81, 82, 83, 84, 85, 86)
+WGMMA_BOTH_TYPES(176, 88, 89, 90, 91, 92, 93, 94)
 WGMMA_BOTH_TYPES(192, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_BOTH_TYPES(208, 104, 105, 106, 107, 108, 109, 110)
+WGMMA_BOTH_TYPES(224, 112, 113, 114, 115, 116, 117, 118)
+WGMMA_BOTH_TYPES(240, 120, 121, 122, 123, 124, 125, 126)
 WGMMA_BOTH_TYPES(256, 128, 129, 130, 131, 132, 133, 134)

@@ -4,8 +4,9 @@
 // One thread block stays on each multiprocessor and takes tile after tile of KEYS keys. Its first warpgroup moves
 // data (backward_load.cuh): TMA brings K and V, and Q and dO of query tile after query tile of
 // every head that shares these keys; dQ leaves by backward_dq.cuh. The other warpgroups compute,
-// with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128,
-// backward_wide.cuh above; above 192 the two blocks of a cluster share the work on dQ, and above 256 the columns.
+// with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128, where nothing
+// else takes registers up to 160, backward_wide.cuh else; above 192 the two blocks of a cluster share the work on dQ,
+// and above 256 the columns.
 #include "attention/prepare.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/setmaxnreg.cuh"

@@ -11,13 +11,14 @@
 // queries, in twos that share the queries, PART_ROWS / 8 twos for each 32 columns. A consumer's part, of 64 columns,
 // lies in one piece.
 constexpr int ROW8S = PART_ROWS / 8;
+constexpr int PARTS_OF_DQ = WARPGROUPS + (REST > 0);  // of each tile: what is left lies behind the consumers' own
 
 __device__ inline constexpr int fragment_in_part(int column16, int row8) {
     return (column16 / 2 * ROW8S + row8) * 2 + column16 % 2;
 }
 
 __device__ inline float* dq_fragment(const Params& p, long long tile, int column16, int row8) {
-    int fragment = row8 / ROW8S * (DIM / 16 * ROW8S) + fragment_in_part(column16, row8 % ROW8S);
+    int fragment = row8 / ROW8S * (DQ_DIM / 16 * ROW8S) + fragment_in_part(column16, row8 % ROW8S);
     return p.dq_sum + tile * DQ_TILE + fragment * (FRAGMENT_BYTES / 4);
 }
 
@@ -71,11 +72,13 @@ __device__ inline void add_dq(const Params& p, const TensorMaps& maps, Shared& s
                     fence_async_global();
                 }
 #pragma unroll
-                for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+                for (int warpgroup = 0; warpgroup < PARTS_OF_DQ; warpgroup++) {
                     int column16 = SHARE_ROWS || MOVED ? 0 : 4 * warpgroup;
-                    int bytes = 4 * PART_ROWS * (MOVED ? DIM : min(DIM - 16 * column16, 64));
-                    dq.barriers = s.dq(warpgroup).barriers;
-                    dq.wait_full();
+                    int bytes = 4 * PART_ROWS * (MOVED ? DIM : min(DQ_DIM - 16 * column16, 64));
+                    if (warpgroup < WARPGROUPS) {
+                        dq.barriers = s.dq(warpgroup).barriers;
+                        dq.wait_full();
+                    }
                     float* sums = dq_fragment(p, n + shift, column16, SHARE_ROWS ? warpgroup * ROW8S : 0);
                     if (whole)
                         send_rows(p, maps, s, head, i, warpgroup);
@@ -151,21 +154,19 @@ __device__ const Strides& dq_strides(const Given& p) {
         return p.dq_strides;
 }
 
-// A consumer's part of dQ^T, to shared memory.
-__device__ inline void put(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part) {
+// A consumer's part of dQ^T, or what it has of one from rows `first` * 8 on, to shared memory.
+template <int COUNT>
+__device__ void put(const Accumulator<1, COUNT>& dq, unsigned part, int first = 0) {
 #pragma unroll
-    for (int n = 0; n < ROW8S; n++)
-        store_shared_16(part + fragment_in_part(threadIdx.x / 32 % 4, n) * FRAGMENT_BYTES + threadIdx.x % 32 * 16,
-                        dq.x[0][n]);
+    for (int n = 0; n < COUNT; n++)
+        store_shared_16(
+            part + fragment_in_part(threadIdx.x / 32 % 4, first + n) * FRAGMENT_BYTES + threadIdx.x % 32 * 16,
+            dq.x[0][n]);
 }
 
-// The same, and on to the thread that adds it to memory.
-__device__ inline void hand_over(const Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Shared::DQRing& ring) {
-    ring.wait_empty();
-    put(dq, part);
-    fence_async();
-    ring.filled();
-}
+// Of the columns that are left, some rows of each warpgroup, by the warps that have some.
+using RestOfDQ = Accumulator<1, REST_ROWS / 8>;
+__device__ inline bool has_rest() { return 16 * (threadIdx.x / 32 % 4) < REST; }
 
 // Where a thread adds its numbers of 64 columns of dQ^T, in a tile of sums; `block`: which 64.
 __device__ inline int place_in_sums(int block) {
@@ -179,18 +180,11 @@ __device__ void add_part(const Accumulator<1, PART_ROWS / 8>& dq, float* to) {
     for (int n = FIRST; n < FIRST + COUNT; n++) red_add_4(to + n * (FRAGMENT_BYTES / 2), dq.x[0][n]);
 }
 
-// Where that is all of dQ: a consumer's part, rounded.
-__device__ inline void put_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, float scale) {
+// Where that is all of dQ: the same, rounded.
+template <int COUNT>
+__device__ void put_rows(Accumulator<1, COUNT>& dq, unsigned part, float scale, int first = 0) {
     dq.each([&](float& x, int, int) { x *= scale; });
-    store_rounded<true>(dq, DQTile{part}, 0, threadIdx.x / 32 % 4 * 16);
-}
-
-__device__ inline void hand_over_rows(Accumulator<1, PART_ROWS / 8>& dq, unsigned part, Shared::DQRing& ring,
-                                      float scale) {
-    ring.wait_empty();
-    put_rows(dq, part, scale);
-    fence_async();
-    ring.filled();
+    store_rounded<true>(dq, DQTile{part}, 8 * first, threadIdx.x / 32 % 4 * 16);
 }
 
 // WHOLE_BY_LENGTH: on to memory, by all of the consumer's threads, where rows lie as no map can tell. (A template since
@@ -217,12 +211,14 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
         if (t.none()) break;
         for_query_tiles(p, t, [&](const Head& head, int tile_q, int, TileBits) {
 #pragma unroll 1
-            for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++) {
+            for (int warpgroup = 0; warpgroup < PARTS_OF_DQ; warpgroup++) {
                 DQTile tile{s.part(warpgroup)};
                 int row = tile_q * ROWS + (SHARE_ROWS ? warpgroup * PART_ROWS : 0),
                     column = SHARE_ROWS ? 0 : 64 * warpgroup;
-                dq.barriers = s.dq(warpgroup).barriers;
-                dq.wait_full();
+                if (warpgroup < WARPGROUPS) {
+                    dq.barriers = s.dq(warpgroup).barriers;
+                    dq.wait_full();
+                }
                 if constexpr (WHOLE_DQ) {
                     if (!maps.map_out)
                         store_rows<PART_ROWS, true>(tile, 0, head.query_row(dq_rows(p), dq_strides(p), row) + column,
@@ -256,7 +252,7 @@ __device__ inline bool has_sums(const Params& p, int n) {
 // first. A warp by itself waits for nearly every instruction: there must be few of them for a byte.
 __device__ inline void finish_dq(const Params& p, Shared::FinishRing ring, unsigned first_slot) {
     constexpr int TWOS = FINISH_FRAGMENTS / 2;  // of fragments: 8 queries by 32 columns
-    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES / FINISH_PARTS, DOWN = ROW8S / TWOS, ACROSS = DIM / 32;
+    constexpr int FETCHES = DQ_TILE * 4 / FINISH_BYTES / FINISH_PARTS, DOWN = ROW8S / TWOS, ACROSS = DQ_DIM / 32;
     static_assert(ROW8S % TWOS == 0 && FINISH_FRAGMENTS % 2 == 0 && (FINISH_PARTS == 1 || FETCHES % DOWN == 0));
     int lane = threadIdx.x % 32, shares = Share::count(p);
     const Strides& strides = dq_strides(p);
@@ -367,7 +363,7 @@ __device__ inline void finish_dq(const Params& p, Shared::FinishRing ring, unsig
             if (c % DOWN == 0) {  // on to the next columns
                 to += 32 - PART_ROWS * strides.row, rows += PART_ROWS, columns -= 32;
                 if (SHARE_ROWS && c % (DOWN * ACROSS) == 0)
-                    to += PART_ROWS * strides.row - DIM, rows -= PART_ROWS, columns += DIM;
+                    to += PART_ROWS * strides.row - DQ_DIM, rows -= PART_ROWS, columns += DQ_DIM;
             }
             if (again && !FIRST_STORES) {
 #pragma unroll

@@ -17,16 +17,16 @@ constexpr bool DELTA_FIRST = !HALF_STEPS && !DROPOUT;
 
 struct NarrowConsumer : KeyOwner {
     const TensorMaps& maps;
-    bool owed = false;  // whether the thread that adds dQ is still to be told of a part
+    bool owed = false;   // whether the thread that adds dQ is still to be told of a part
     bool whole = false;  // WHOLE_BY_LENGTH: whether the keys at hand are all of their sequence
-    bool near = true;  // whether soft caps with the keys at hand were near 0 so far: then it is asked again
+    bool near = true;    // whether soft caps with the keys at hand were near 0 so far: then it is asked again
 
     Accumulator<1, BLOCK_DIM / 8> dk;
     Accumulator<1, BLOCK_DIM_V / 8> dv;
 
     __device__ NarrowConsumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : KeyOwner(p, s, warpgroup), maps(maps) {
-        static_assert(WIDE || KEYS == 64 * WARPGROUPS && BLOCK_DIM <= 64 * WARPGROUPS);
+        static_assert(WIDE || KEYS == 64 * WARPGROUPS && BLOCK_DIM <= 64 * WARPGROUPS + REST);
     }
 
     __device__ void tell() {
@@ -173,9 +173,32 @@ struct NarrowConsumer : KeyOwner {
                 if (!maps.map_out) store_own_rows(p, pairs.head, tile_q, warpgroup, s.part(warpgroup));
         } else
             put(dq, s.part(warpgroup));
+        if constexpr (REST > 0) {  // of the columns beyond; registers do not hold all of it at once
+            RestOfDQ rest;
+            start_AtBt<KEYS>(rest, s.k_tile(), WARPGROUPS, ds_tile, warpgroup * REST_ROWS);
+            wgmma_wait<0>();
+            changed(rest);
+            if (has_rest()) {
+                if (WHOLE_DQ)
+                    put_rows(rest, s.part(WARPGROUPS), p.scale, warpgroup * REST_ROWS / 8);
+                else
+                    put(rest, s.part(WARPGROUPS), warpgroup * REST_ROWS / 8);
+            }
+        }
         if (!HALF_STEPS) tell();
         wgmma_wait<0>();
         s.q.release();
+    }
+
+    // What lies in shared memory of dK or dV, to memory. (A template since float32 does not go this way.)
+    template <class Tile>
+    __device__ void leave(Tile tile, const TensorMap& map, Out* to, const Strides& strides, const Head& head, int key,
+                          int columns) {
+        if (!maps.map_out)
+            store_rows<16, true>(tile, 16 * warp(), head.key_row(to, strides, key), strides.row, head.key_rows(p) - key,
+                                 columns);
+        else if (threadIdx.x % 128 == 0)
+            tile.store(map, box_of_keys(p, head, head.to_key(key), key));
     }
 
     // dK and dV of a tile, out through shared memory and TMA, which goes on by itself.
@@ -191,26 +214,29 @@ struct NarrowConsumer : KeyOwner {
             store_floats(dk, head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row, row, 0, rows, p.dim);
             store_floats(dv, head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row, row, 0, rows, p.dim_v);
         } else {
-            SwizzledTile<64, BLOCK_DIM> dk_tile{s.out_tile(warpgroup)};
-            SwizzledTile<64, BLOCK_DIM_V> dv_tile{dk_tile.base + dk_tile.BYTES};
-            static_assert(WIDE || dk_tile.BYTES + dv_tile.BYTES <= 2 * STile::BYTES / WARPGROUPS + PART_BYTES);
+            using DKTile = SwizzledTile<64, BLOCK_DIM>;
+            using DVTile = SwizzledTile<64, BLOCK_DIM_V>;
+            constexpr int ROOM = (2 * STile::BYTES + REST_BYTES) / WARPGROUPS + PART_BYTES;
+            constexpr bool TOGETHER = DKTile::BYTES + DVTile::BYTES <= ROOM;
+            static_assert(WIDE || DKTile::BYTES <= ROOM && DVTile::BYTES <= ROOM);
+            DKTile dk_tile{s.out_tile(warpgroup)};
+            DVTile dv_tile{dk_tile.base + TOGETHER * DKTile::BYTES};
+            auto meet = [&] { sync_threads<128>(3 + warpgroup); };
             store_rounded(dk, dk_tile, 16 * warp(), 0);
+            if constexpr (!TOGETHER) {
+                fence_async();
+                meet();
+                leave(dk_tile, maps.dk, p.dk, p.dk_strides, head, key, p.dim);
+                tma_commit();
+                tma_wait_read();
+                meet();
+            }
             store_rounded(dv, dv_tile, 16 * warp(), 0);
             fence_async();
-            sync_threads<128>(3 + warpgroup);
-            if (maps.map_out) {
-                if (threadIdx.x % 128 == 0) {
-                    dk_tile.store(maps.dk, box_of_keys(p, head, head.to_key(key), key));
-                    dv_tile.store(maps.dv, box_of_keys(p, head, head.to_key(key), key));
-                    tma_commit();
-                }
-            } else {
-                int rows = head.key_rows(p) - key;
-                store_rows<16, true>(dk_tile, 16 * warp(), head.key_row(p.dk, p.dk_strides, key), p.dk_strides.row,
-                                     rows, p.dim);
-                store_rows<16, true>(dv_tile, 16 * warp(), head.key_row(p.dv, p.dv_strides, key), p.dv_strides.row,
-                                     rows, p.dim_v);
-            }
+            meet();
+            if (TOGETHER) leave(dk_tile, maps.dk, p.dk, p.dk_strides, head, key, p.dim);
+            leave(dv_tile, maps.dv, p.dv, p.dv_strides, head, key, p.dim_v);
+            tma_commit();
         }
     }
 

@@ -37,6 +37,7 @@ static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= (WARPGROUP
 
 // Columns of a block. Where they are shared out, both blocks of a cluster have the same keys.
 constexpr bool SPLIT_COLUMNS = COLUMN_PARTS == 2;
+constexpr int DQ_DIM = (DIM + 31) / 32 * 32;  // of sums of dQ
 constexpr int BLOCK_DIM = DIM / COLUMN_PARTS, BLOCK_DIM_V = DIM_V / COLUMN_PARTS;
 
 using QTile = SwizzledTile<ROWS, BLOCK_DIM>;
@@ -74,8 +75,12 @@ static_assert(!MOVED || !SHARES && !FIRST_STORES && !WHOLE_DQ && !DETERMINISTIC)
 constexpr bool CONSUMERS_ADD = CLUSTERED || (MOVED && WIDE);
 constexpr int PART_ROWS = SHARE_ROWS ? ROWS / WARPGROUPS : ROWS;
 constexpr int PART_BYTES = 4 * 64 * PART_ROWS * (MOVED && !WIDE ? (DIM + 63) / 64 : 1);
+// Columns that are left where each of the narrow consumers has 64: these share out their rows.
+constexpr int REST = WIDE || MOVED || DQ_DIM <= 64 * WARPGROUPS ? 0 : DQ_DIM - 64 * WARPGROUPS;
+constexpr int REST_ROWS = ROWS / WARPGROUPS, REST_BYTES = 4 * ROWS * REST;
+static_assert(REST == 0 || !WHOLE_BY_LENGTH && REST <= 64 && REST % 32 == 0 && REST_ROWS % 8 == 0);
 static_assert(!WHOLE_DQ || !CLUSTERED && !walk::LISTED);
-constexpr int DQ_TILE = ROWS * DIM;          // floats of one tile in dq_sum
+constexpr int DQ_TILE = ROWS * DQ_DIM;      // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
 
@@ -254,7 +259,7 @@ struct Shared {
     static constexpr int FAR_SUMS = P_TILE + STile::BYTES;
     static constexpr int PAIR_TILES = SPLIT_COLUMNS ? FAR_SUMS + WARPGROUPS * FarSums::BYTES
                                       : CLUSTERED   ? FAR_DS_TILES + 2 * STile::BYTES
-                                                    : PARTS + WARPGROUPS * PART_BYTES;
+                                                    : PARTS + WARPGROUPS * PART_BYTES + REST_BYTES;
     static constexpr int ROW_VALUES = PAIR_TILES + PAIR_STAGES * Pairwise::BYTES;
     static constexpr int K_RING = ROW_VALUES + STAGES * NUMBERS_BYTES;
     static constexpr int V_RING = K_RING + KRing::BYTES;
@@ -328,8 +333,8 @@ struct Shared {
     // Which 64 columns of dQ are a consumer's, without SPLIT_COLUMNS.
     __device__ int dq_block(int warpgroup) const { return rank * WARPGROUPS + warpgroup; }
     __device__ FarSums far_sums(int warpgroup) const {
-        return {base + FAR_SUMS + warpgroup * FarSums::BYTES,
-                base + FAR_SUMS_BARRIERS + warpgroup * FarSums::BARRIERS, unsigned(1 - rank)};
+        return {base + FAR_SUMS + warpgroup * FarSums::BYTES, base + FAR_SUMS_BARRIERS + warpgroup * FarSums::BARRIERS,
+                unsigned(1 - rank)};
     }
 
     // For a moving thread that does not read K, alone in its warp.
@@ -449,7 +454,7 @@ __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
             int tile = walk.tile(step);
             f(head, tile, (t.kv_head(p) * group + h) * tiles + first + tile,
-              walk.template bits<!WIDE || MOVED>(step, t.keys(p)));
+              walk.template bits < !WIDE || MOVED > (step, t.keys(p)));
         }
     });
 }

@@ -211,10 +211,13 @@ struct WideConsumer {
             if (!CLUSTERED) {
                 changed(dq);
                 dq_ring.go_to(steps);
+                dq_ring.wait_empty();
                 if constexpr (WHOLE_DQ)
-                    hand_over_rows(dq, s.part(warpgroup), dq_ring, p.scale);
+                    put_rows(dq, s.part(warpgroup), p.scale);
                 else
-                    hand_over(dq, s.part(warpgroup), dq_ring);
+                    put(dq, s.part(warpgroup));
+                fence_async();
+                dq_ring.filled();
             }
             if constexpr (PARTS == 2) start_AtBt<ROWS, ADD>(dk[1], q_tile, block(1), ds_tile, 0);
         } else if constexpr (DQ_PARTS == 2) {

@@ -16,7 +16,7 @@ constexpr bool WARP_VOTE = ROOMY;
 // Whether O += P V is issued in slices of 16 keys between these exponentials, SLICES_AHEAD of them with S. At 128
 // columns that costs power, and pays only where a block has one tile, a long one (LONE), whose warpgroups may stay in
 // step. (With what else is between exponentials the compiler would make the products wait for each other.)
-constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT && ((DIM < 128 && DIM_V < 128) || LONE);
+constexpr bool SLICED = BLIND && !NEAR_CAPS && !DROPOUT && ((DIM < 128 && DIM_V <= 96) || LONE);
 constexpr int SLICES_AHEAD = 2;
 
 // Whether a warpgroup that sees no more than half of its first key tile computes only that.

@@ -111,7 +111,7 @@ __device__ void store_one_by_one(const Accumulator<1, N>& sum, int cols, F at) {
 // all lanes) a lane writes eight of it at once, the four lanes of a row 32.
 template <int N, class F>
 __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols, F at) {
-    static_assert(N % 4 == 0);
+    static_assert(N % 2 == 0);
     // (By a vote the compiler knows that lanes do not part, here and at the shuffles.)
     if (!__all_sync(~0u, vectors)) return store_one_by_one(sum, cols, at);
 #pragma unroll
@@ -121,7 +121,8 @@ __device__ void store_rows(const Accumulator<1, N>& sum, bool vectors, int cols,
         for (int n = 0; n < N; n += 4) {
             unsigned w[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) w[i] = rounded_pair<Out>(sum.x[0][n + i][2 * h], sum.x[0][n + i][2 * h + 1]);
+            for (int i = 0; i < 4; i++)
+                w[i] = n + i < N ? rounded_pair<Out>(sum.x[0][n + i][2 * h], sum.x[0][n + i][2 * h + 1]) : 0;
             transpose_quad(w);
             int col = 8 * (n + threadIdx.x % 4);
             if (to == nullptr || col >= cols) continue;

@@ -273,7 +273,7 @@ using Strip = SwizzledTile<16, 64, Out>;
 
 template <int N, class F>
 __device__ void store_rows_through(Strip strip, const Accumulator<1, N>& sum, bool vectors, int cols, F at) {
-    static_assert(N % 4 == 0);
+    static_assert(N % 2 == 0);
     if (!__all_sync(~0u, vectors)) return store_one_by_one(sum, cols, at);
     int lane = threadIdx.x % 32, row = lane / 8, own = lane % 8 * 8;
     Out* to[4];

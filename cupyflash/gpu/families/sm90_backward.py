@@ -41,10 +41,11 @@ from .sm90_memory import BARRIERS, FEW, ORDERED_WORDS, PairTiles, check_tiles, c
 LISTED_SPILLS = 192  # more, with a block mask: its addresses
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
 SHARE_SPILLS = 128  # bytes: where a share begins
-COLUMN_SPILLS = 176  # more, where columns are shared out: where lie what is sent to the other block, and what is read
+COLUMN_SPILLS = 264  # more, where columns are shared out: where lie what is sent to the other block, and what is read
 WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
 CLUSTER_BARRIERS = 64  # bytes more, of what the blocks of a cluster send to each other
 FINISH_TICKETS = 12  # for each finishing warp, where tiles of dQ are taken in parts
+SUMS = 208  # that a thread of the narrow consumers has registers for: of S and dP, dK and dV
 FEW_COLUMNS = 64  # with more, what scores take leaves no registers for rows of dQ
 FEW_ADD = 8  # key tiles to each tile of dQ, in a window of no more than this part of the keys
 
@@ -58,7 +59,11 @@ class Finish:
     stages: int  # and how many times as many are in flight
 
 
-FINISH = (Finish(2, 8, 4), Finish(2, 8, 2), Finish(2, 8, 1), Finish(1, 2, 1))  # the first that there is room for
+FINISH = (  # the first that there is room for
+    *(Finish(2, n, stages) for stages in (4, 2, 1) for n in (8, 12, 6)),
+    Finish(1, 6, 1),
+    Finish(1, 2, 1),
+)
 NO_FINISH = Finish(0, 2, 1)
 
 
@@ -66,7 +71,11 @@ def backward_memory(
     t: BackwardTile, finish: Finish, dim: int, dim_v: int, pairs: PairTiles, parts_of_columns: int = 1
 ) -> int | None:
     """Bytes of shared memory that a thread block with so many columns lays out; None for a tile that it cannot take."""
-    if parts_of_columns > t.cluster or dim > 64 * t.warpgroups * t.cluster:  # 64 columns of dQ for each
+    if parts_of_columns > t.cluster or dim - t.rest(dim) > 64 * t.warpgroups * t.cluster:  # 64 columns of dQ for each
+        return None
+    if t.rest(dim) > 64 or (t.rest(dim) and t.rows % (8 * t.warpgroups)):
+        return None
+    if not t.wide and t.rows + t.sums(dim, dim_v) > SUMS:
         return None
     blocks, blocks_v = pad(dim, 64), pad(dim_v, 64)  # columns in shared memory
     if t.wide and (t.rows != 64 or t.stages != 2 or (t.clustered and t.keys % 32)):
@@ -77,8 +86,8 @@ def backward_memory(
     if part_rows // 8 % (finish.fragments // 2):
         return None
     s_tile = 2 * (t.keys * pad(t.rows, 64) if t.wide else t.rows * pad(t.keys, 64))  # of P or dS
-    parts = 256 * t.warpgroups * part_rows
-    if not t.wide and t.warpgroups * 2 * 64 * (blocks + blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
+    parts = 256 * t.warpgroups * part_rows + 4 * t.rows * t.rest(dim)
+    if not t.wide and t.warpgroups * 2 * 64 * max(blocks, blocks_v) > 2 * s_tile + parts:  # dK and dV leave there
         return None
     size = 2 * (t.keys * (blocks + blocks_v) + t.rows * (t.stages * blocks + t.do_stages * blocks_v))
     size += t.stages * 8 * t.rows + pairs.memory(t.rows, t.keys)  # lse and delta
@@ -102,25 +111,52 @@ class BackwardFit(NamedTuple):
 
 
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
-    dim, dim_v = _columns(problem)
-    busy = _busy(problem)
     likely = as_dense(problem)
     short = max(likely.seq_q, likely.seq_k) <= FEW
-    first = sorted(weighed(likely, max(dim, dim_v)), key=lambda t: cost.effort(likely, t, arch.sms))
-    rows: tuple[BackwardTile, ...] = TILES.rows(tile, SHORT_BACKWARD if short else tuple(first))
-    ways = (
-        (t, n, finish)
-        for t in rows
-        for n in pair_stages(problem)
-        for finish in ((NO_FINISH,) if has_all_keys(problem, t) else FINISH)
-    )
-    for t, in_flight, finish in ways:
+    rows: tuple[BackwardTile, ...] = TILES.rows(tile, SHORT_BACKWARD if short else _first(problem, likely, arch))
+    return next((found for t in rows if (found := _fit(problem, arch, t)) is not None), None)
+
+
+def _fit(problem: AttentionProblem, arch: Arch, t: BackwardTile) -> BackwardFit | None:
+    """The tile with most beside it that there is room for."""
+    dim, dim_v = _columns(problem, t)
+    if max(dim, dim_v) > t.dim or t.scored not in (None, _busy(problem)):
+        return None
+    for in_flight in pair_stages(problem):
         pairs = PairTiles(problem, in_flight)
-        size = backward_memory(t, finish, dim, dim_v, pairs, column_parts(problem))
-        fits = max(dim, dim_v) <= t.dim and t.scored in (None, busy)
-        if fits and size is not None and size <= room(arch, t.blocks):
-            return BackwardFit(t, finish, pairs, size)
+        for finish in (NO_FINISH,) if has_all_keys(problem, t) else FINISH:
+            size = backward_memory(t, finish, dim, dim_v, pairs, column_parts(problem))
+            if size is not None and size <= room(arch, t.blocks):
+                return BackwardFit(t, finish, pairs, size)
     return None
+
+
+def _first(problem: AttentionProblem, likely: AttentionProblem, arch: Arch) -> tuple[BackwardTile, ...]:
+    """Tiles that are weighed with each other, what takes least first."""
+    dim = max(padded(problem))
+    found = [t for t in weighed(likely, dim) if _fit(problem, arch, t) is not None]
+
+    def effort(t: BackwardTile) -> float:
+        if dim <= FEW_COLUMNS:
+            return cost.effort(likely, t, arch.sms)
+        return cost.shared_effort(likely, t, _dealt(problem, t, arch), _clusters(arch, t))
+
+    return tuple(sorted(found, key=effort) if len(found) > 1 else found)
+
+
+def _clusters(arch: Arch, t: BackwardTile) -> int:
+    """Those at work at once."""
+    return max(1, t.blocks * arch.sms // t.cluster)
+
+
+def _dealt(problem: AttentionProblem, t: BackwardTile, arch: Arch) -> cost.Dealt:
+    sums = 4 * _consumers(problem, t) * 128 * t.sums(*_columns(problem, t))
+    return cost.shares(problem, t, _clusters(arch, t), sums)
+
+
+def _consumers(problem: AttentionProblem, t: BackwardTile) -> int:
+    """Warpgroups that own keys of a head."""
+    return ceil(problem.seq_k, cluster_keys(problem, t)) * t.cluster * t.warpgroups
 
 
 def _busy(problem: AttentionProblem) -> bool:
@@ -128,9 +164,13 @@ def _busy(problem: AttentionProblem) -> bool:
     return scored(problem) or problem.has("mask") or problem.dropout > 0
 
 
-def _columns(problem: AttentionProblem) -> tuple[int, int]:
+def _columns(problem: AttentionProblem, t: BackwardTile) -> tuple[int, int]:
     """Of Q and K, and of V, that a thread block has, padded: where they are shared out, to whole blocks of 64."""
     n = column_parts(problem)
+    if n == 1 and not t.wide:
+        own = problem.dim, problem.dim_v
+        dim, dim_v = (x if x <= 64 else pad(least, 16) for x, least in zip(padded(problem), own))
+        return dim, dim_v
     return padded(problem) if n == 1 else (pad(ceil(problem.dim, n), 64), pad(ceil(problem.dim_v, n), 64))
 
 
@@ -139,9 +179,9 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if found is None:
         raise ValueError(f"no sm90 backward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, finish, pairs, size = found
-    columns, (dim, dim_v), likely = column_parts(problem), _columns(problem), as_dense(problem)
+    columns, (dim, dim_v), likely = column_parts(problem), _columns(problem, t), as_dense(problem)
     whole, keys = has_all_keys(problem, t), cluster_keys(problem, t)
-    cluster, clusters = t.cluster, max(1, t.blocks * arch.sms // t.cluster)  # those at work at once
+    cluster, clusters = t.cluster, _clusters(arch, t)
     # Of all heads; packed sequences are one entry of a batch.
     all_keys, all_queries = key_tiles(problem, keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * (problem.batch if problem.rows_k is None else 1)
@@ -151,15 +191,17 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     of_head = all_keys // max(1, kv_heads)
     share_sums = 128 * t.sums(dim, dim_v)  # numbers that one of them leaves in memory, where queries are in shares
     consumers = of_head * cluster * t.warpgroups  # that own keys of a head
-    dealt = cost.shares(problem, t, clusters, 4 * consumers * share_sums)
+    dealt = _dealt(problem, t, arch)
     heads = dealt.count(kv_heads)  # or shares of their queries
     together, resident = cost.dealt_out(problem, likely, t, dealt, clusters)
     in_shares = dealt.shares > 1
     summed = consumers * (kv_heads - dealt.whole) if in_shares else 0
     first_stores = not whole and not in_shares and cluster == 1 and _few_add(problem, t)
-    parts = 1 if whole else _finish_parts(t, columns * dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
+    dq_dim = pad(columns * dim, 32)  # of its sums
+    parts = 1 if whole else _finish_parts(t, dq_dim, kv_heads * tiles, max(1, finish.warps) * clusters * cluster)
     ordered = cost.ordered(problem, likely, t)
-    short = some_have_all_keys(problem, t) and not (max(dim, dim_v) > FEW_COLUMNS and _busy(problem))
+    short = some_have_all_keys(problem, t) and not t.rest(dim)
+    short = short and not (max(dim, dim_v) > FEW_COLUMNS and _busy(problem))
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", columns * dim), ("DIM_V", columns * dim_v), ("COLUMN_PARTS", columns),
         *((name, min(n, own)) for (name, n), own in zip(dots(problem), (dim, dim_v))),
@@ -174,8 +216,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         ("WHOLE_BY_LENGTH", short),
         ("ORDERED", ordered), ("BY_VISITS", ordered and cost.by_visits(problem, together)),
     )  # fmt: skip
-    # Heads, or shares, whose key tiles come first: the launch before leaves zeros where their sums will be.
-    cleared = min(resident, max(together, ceil(clusters, max(1, of_head))))
+    cleared = cost.first_cleared(resident, together, clusters, of_head)
     cleared *= bool(finish.warps) and not (first_stores or short)  # (some of these have no sums)
     blocks = clusters if finish.warps else min(of_head * heads, clusters)  # those without keys finish dQ
     launches = (
@@ -184,7 +225,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     )
     workspace = [
         Workspace("delta", "float32", (kv_heads * problem.group, tiles // problem.group, 2, t.rows), t.rows),  # and lse
-        Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, dealt.most), t.rows * columns * dim)),
+        Workspace("dq_sum", "float32", (0 if whole else resident * ceil(tiles, dealt.most), t.rows * dq_dim)),
         Workspace("counters", "uint32", (2 + heads + all_queries + max(summed, first_stores),)),
         Workspace("share_sums", "float32", (summed * dealt.shares, share_sums)),
     ]

@@ -39,6 +39,7 @@ WORTH_SHARING = 1.5, 1.1  # times as fast, by that reckoning, that a short and a
 # visits them where Q, dO and dQ of the heads together take no more than this. Of O so many values are read in the time
 # that it takes to find the sequence of a place (reckoned).
 LISTED_TILES, LISTED_CACHE, PLACE_VALUES = 3, 36 << 20, 6000
+MANY_WAVES = 12  # of key tiles
 WAVES = 3  # key tiles of every thread block for whose heads there is room: under work, loaded, being finished
 
 
@@ -94,6 +95,17 @@ def effort(problem: AttentionProblem, t: BackwardTile, sms: int) -> float:
     waves = (1 - WAVE) * tiles / at_once + WAVE * math.ceil(tiles / at_once)
     visits = max(waves * (sum(walks) / len(walks) + ENDS), max(walks) + ENDS)
     return visits * t.blocks * t.rows * t.keys * t.cost
+
+
+def shared_effort(problem: AttentionProblem, t: BackwardTile, dealt: Dealt, clusters: int) -> float:
+    """The same for longer walks, of which some may be shared out; where there are many, what ends last is not asked."""
+    walks = walks_of(problem, t.rows, cluster_keys(problem, t))
+    tiles, visits = problem.batch * problem.heads_k * len(walks), problem.group * sum(map(len, walks))
+    if tiles >= MANY_WAVES * clusters:
+        time = problem.batch * problem.heads_k * (visits + SHARE_COST * len(walks)) / clusters
+    else:
+        time = time_of(problem, t, walks, dealt, clusters)
+    return time * t.rows * t.keys * t.cost
 
 
 def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
@@ -174,6 +186,12 @@ def dealt_out(
     return together, min(heads, 2 * together + spare)
 
 
+def first_cleared(resident: int, together: int, clusters: int, of_head: int) -> int:
+    """Heads, or shares, whose key tiles come first: the launch before leaves zeros where their sums will be. `of_head`:
+    key tiles of each."""
+    return min(resident, max(together, ceil(clusters, max(1, of_head))))
+
+
 def _orders(problem: AttentionProblem, t: BackwardTile, dealt: Dealt, clusters: int) -> tuple[int, ...]:
     """Of how many heads key tiles may be dealt out as one: what is weighed."""
     heads = dealt.count(problem.batch * problem.heads_k)
@@ -183,16 +201,23 @@ def _orders(problem: AttentionProblem, t: BackwardTile, dealt: Dealt, clusters: 
     # idle; so they do, for less long, at the end of the last heads of all.
     traffic = _traffic(problem, dealt)
     if problem.block_mask is not None and not problem.deterministic:  # the longest tiles of all heads are the first
-        return (min(heads, max(2, ceil(2 * CACHE, traffic))),)
+        return (even_rounds(heads, max(2, ceil(2 * CACHE, traffic))),)
     if problem.right is not None:
         long = problem.seq_q > LONG
-        together = min(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
+        together = even_rounds(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
         return (together, heads) if together < heads and heads * traffic <= ALL_CACHE else (together,)
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand
     # idle for some steps. So they are taken some steps apart, and in between those of other heads.
     if problem.deterministic:
         return (ceil(heads, ceil(heads, ceil(APART * clusters, tiles))),)
     return (1,)
+
+
+def even_rounds(heads: int, together: int) -> int:
+    """So many heads at once, or some more or less, so that the last round is as full as it can be: where a round has
+    few heads their longest tiles take as long as all others do on all multiprocessors."""
+    near = range(max(1, ceil(3 * together, 4)), 5 * together // 4 + 1)
+    return min(heads, max(near, key=lambda n: (((heads - 1) % n + 1) / n, -abs(n - together))))
 
 
 def ordered(problem: AttentionProblem, likely: AttentionProblem, t: BackwardTile) -> bool:

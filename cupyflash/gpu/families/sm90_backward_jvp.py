@@ -12,6 +12,7 @@ from ...problem import AttentionProblem
 from ..device import Arch
 from ..kernel_plan import Box, KernelPlan, Launch, Tiles, Workspace, ceil, features, lists, pad, room
 from . import sm90_backward_jvp_once
+from .sm90_backward_cost import even_rounds
 from .sm90_memory import BARRIERS, common, dots, padded
 
 NUMBERS = 4  # of each query: lse, delta and their tangents
@@ -114,7 +115,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     # Where tiles differ in length those of some heads are dealt out together, long ones first.
     traffic = 2 * (problem.seq_q + problem.seq_k) * (dim + dim_v)
     banded = problem.block_mask is not None or problem.left is not None or problem.right is not None
-    together = max(1, min(heads_k, CACHE // max(1, traffic))) if banded else 1
+    together = even_rounds(heads_k, max(1, CACHE // max(1, traffic))) if banded else 1
     constants = (
         ("DIM", dim), ("DIM_V", dim_v), *dots(problem), ("WARPGROUPS", t.warpgroups), ("ROWS", t.rows),
         ("KEYS", t.keys), ("QUERY_STAGES", t.query_stages), ("KEY_STAGES", t.key_stages), ("AHEAD", bool(t.ahead)),

@@ -130,7 +130,7 @@ def plan(problem: AttentionProblem, arch: Arch, found: OnceFit) -> KernelPlan:
     all_keys, all_queries = key_tiles(problem, t.keys), query_tiles(problem, t.rows)
     kv_heads = problem.heads_k * problem.batch
     tiles = all_queries // max(1, kv_heads)  # of queries, for one head of K and V
-    cleared = min(resident, max(together, ceil(arch.sms, max(1, all_keys // max(1, kv_heads)))))  # as of the backward
+    cleared = cost.first_cleared(resident, together, arch.sms, all_keys // max(1, kv_heads))
     constants: tuple[tuple[str, int | bool], ...] = (
         ("DIM", dim), ("DIM_V", dim_v), ("COLUMN_PARTS", 1), *dots(problem), ("ROWS", t.rows), ("KEYS", t.keys),
         ("WARPGROUPS", t.warpgroups), ("CLUSTER", 1), ("STAGES", t.stages), ("DO_STAGES", t.do_stages),

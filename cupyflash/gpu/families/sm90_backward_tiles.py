@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from ...problem import AttentionProblem
-from ..kernel_plan import Tiles, ceil
+from ..kernel_plan import Tiles, ceil, pad
 from ..measured import number
 from .likely import as_dense
 from .sm90_memory import PART
@@ -58,6 +59,10 @@ class BackwardTile:
         """Rows of a warpgroup's part of dQ."""
         return self.rows // self.warpgroups if self.shares_rows(dim) else self.rows
 
+    def rest(self, dim: int) -> int:
+        """Columns of dQ that are left where each warpgroup has 64: these are shared out by rows."""
+        return 0 if self.wide else max(0, pad(dim, 32) - 64 * self.warpgroups)
+
     def sums(self, dim: int, dim_v: int) -> int:
         """Sums of dK and dV that a thread holds."""
         if not self.wide:
@@ -66,13 +71,18 @@ class BackwardTile:
 
 
 # What may be spilled are addresses: the producer warps', and a consumer's, once a tile or where it adds to dQ in turn.
+# The last that has keys of its own for each warpgroup: up to 160 columns, or 192 of K and 128 of V. (Of shares it
+# spills most.)
+REST_BACKWARD = BackwardTile(48, 128, 2, 2, 2, spills=296, dim=160, scored=False, cost=number("sm90_backward.rest"))
 BACKWARD_TILES = (
-    BackwardTile(128, 128, 2, 2, 2, spills=184, dim=64, scored=False),
+    BackwardTile(128, 128, 2, 2, 2, spills=200, dim=64, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=32, dim=64, cost=number("sm90_backward.few_rows")),
     BackwardTile(64, 128, 2, 2, 2, dim=128, scored=False),
     BackwardTile(64, 128, 2, 2, 2, spills=352, dim=128),  # with everything at once; a soft cap or a bias alone 64
+    REST_BACKWARD,
+    BackwardTile(48, 128, 2, 2, 2, spills=296, dim=192, scored=False, cost=number("sm90_backward.rest_192")),
     BackwardTile(64, 96, 3, 2, 1, spills=32, dim=192, scored=False),
-    BackwardTile(64, 96, 3, 2, 1, spills=224, dim=192),
+    BackwardTile(64, 96, 3, 2, 1, spills=272, dim=192),
     BackwardTile(64, 64, 2, 2, 1, spills=32, scored=False, cost=number("sm90_backward.few_keys")),
     BackwardTile(64, 64, 2, 2, 1, spills=208),
 )
@@ -80,16 +90,21 @@ BACKWARD_TILES = (
 # in vain.
 SHORT_BACKWARD = (BackwardTile(64, 64, 1, 2, 2, dim=64),)
 
-# Weighed with each other, for head dimensions up to these: tiles of few rows or keys leave less of them in vain.
-WEIGHED = {64: BACKWARD_TILES[:2], 192: (BACKWARD_TILES[4], BACKWARD_TILES[6])}
-WEIGHED_KEYS = {192: 704}  # not with more
+# Weighed with each other, for head dimensions up to these: tiles of few rows or keys leave less of them in vain. Of few
+# keys dQ is soon to be finished: there is more room for that with one tile of dO in flight.
+FEW_KEYS = 704
+FEW_REST = dataclasses.replace(REST_BACKWARD, do_stages=1)
+WEIGHED = {64: BACKWARD_TILES[:2], 192: BACKWARD_TILES[4:7]}
+WEIGHED_FEW = {64: BACKWARD_TILES[:2], 192: (FEW_REST, *BACKWARD_TILES[5:7], BACKWARD_TILES[8])}
 
 
 def weighed(problem: AttentionProblem, dim: int) -> tuple[BackwardTile, ...]:
     """Those of which the one that takes least is tried first; () where the table's order holds."""
     least = {64: 0, 192: 128}
-    found = next((n for n in WEIGHED if least[n] < dim <= n and problem.seq_k <= WEIGHED_KEYS.get(n, problem.seq_k)), 0)
-    return WEIGHED[found] if found and not problem.ragged and problem.block_mask is None else ()
+    found = next((n for n in WEIGHED if least[n] < dim <= n), 0)
+    if not found or problem.ragged or problem.block_mask is not None:
+        return ()
+    return (WEIGHED_FEW if problem.seq_k <= FEW_KEYS else WEIGHED)[found]
 
 
 def _possible(t: BackwardTile, problem: AttentionProblem) -> bool:
@@ -98,9 +113,13 @@ def _possible(t: BackwardTile, problem: AttentionProblem) -> bool:
 
 
 TILES = Tiles(BACKWARD_TILES, {
-    "rows": (64, 80, 96, 128), "keys": (64, 80, 96, 128), "warpgroups": (2, 3), "stages": (1, 2), "do_stages": (1, 2),
-    "spills": (0,),
+    "rows": (48, 64, 80, 96, 128), "keys": (64, 80, 96, 128), "warpgroups": (2, 3), "stages": (1, 2),
+    "do_stages": (1, 2), "spills": (0,),
 }, _possible)  # fmt: skip
+
+
+# Of narrow warpgroups that round dQ: with more, ptxas puts products in series.
+WHOLE_SUMS = 200
 
 
 def column_parts(problem: AttentionProblem) -> int:
@@ -116,7 +135,9 @@ def cluster_keys(problem: AttentionProblem, t: BackwardTile) -> int:
 def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
     """Whether a tile has all keys of a head: then its part of dQ is all of it, and leaves, rounded, without float32
     sums."""
-    return not problem.ragged and 0 < problem.seq_k <= t.keys and t.cluster == 1 and _leaves_whole(problem)
+    sums = t.rows + (pad(problem.dim, 16) + pad(problem.dim_v, 16)) // 2
+    free = t.wide or sums <= WHOLE_SUMS
+    return not problem.ragged and 0 < problem.seq_k <= t.keys and t.cluster == 1 and free and _leaves_whole(problem)
 
 
 def some_have_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:

@@ -35,6 +35,7 @@ from .sm90_memory import (
     ORDERED_WORDS,
     PairTiles,
     check_tiles,
+    columns_of_v,
     common,
     dots,
     padded,
@@ -148,7 +149,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     if found is None:
         raise ValueError(f"no sm90 forward tile of head dimension {problem.dim} fits {arch.shared_memory} bytes")
     t, q_stages, output, pairs, pack, sum_keys, size = found
-    dim, dim_v, likely = *padded(problem), as_dense(problem)
+    dim, dim_v, likely = padded(problem)[0], columns_of_v(problem), as_dense(problem)
     listed = problem.block_mask is not None
     banded = listed or problem.left is not None or problem.right is not None
     span = t.rows // pack  # queries of each of `pack` heads
@@ -168,7 +169,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
     dynamic = not alike and tiles * parts > grid
     ordered = dynamic and parts == 1 and cost.ordered(problem, span, pack, tiles / grid)
     # One tile for each block, and a long one: where products between exponentials pay at 128 columns, and can be.
-    wide = max(dim, dim_v) == 128 and t.warpgroups > 1
+    wide = max(padded(problem)) == 128 and t.warpgroups > 1
     long = not problem.ragged and problem.seq_k > LONG_KEYS
     lone = wide and tiles * parts == grid and long and not problem.dropout
     key_box = t.keys if problem.page is None else math.gcd(problem.page, t.keys)

@@ -50,6 +50,12 @@ def padded(problem: AttentionProblem) -> tuple[int, int]:
     return dim, dim_v
 
 
+def columns_of_v(problem: AttentionProblem) -> int:
+    """Of O, that a thread block of the forward computes: V has more in shared memory, which are padding."""
+    _, dim_v = padded(problem)
+    return dim_v if problem.dtype == FLOAT8 or not 64 < problem.dim_v <= dim_v else pad(problem.dim_v, 16)
+
+
 def value_parts(problem: AttentionProblem) -> int:
     """In how many parts the columns of V, and so of O, are shared out over thread blocks."""
     return max(1, ceil(problem.dim_v, PART))

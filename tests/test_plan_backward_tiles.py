@@ -1,0 +1,88 @@
+"""Tiles that the Hopper backward chooses, and rounds of heads. Pure; no GPU needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kernel_cover import problem
+from test_plan import H200, constants
+
+from cupyflash.gpu.families import sm90_backward_cost
+from cupyflash.gpu.plan import plan
+from cupyflash.passes import BACKWARD, FORWARD
+
+
+def test_rounds_of_heads_are_even() -> None:
+    """With a causal mask the last round is about as full as the others, and none is far from what the cache holds."""
+    for heads in range(1, 150):
+        for together in range(1, 40):
+            n = sm90_backward_cost.even_rounds(heads, together)
+            assert 1 <= n <= heads and (3 * together <= 4 * n <= 5 * together or n == heads)
+            last, before = (heads - 1) % n + 1, (heads - 1) % min(together, heads) + 1
+            assert last / n >= before / min(together, heads)
+    asked = problem("bfloat16", 160, batch=4, heads_q=16, heads_k=16, seq_q=4096, seq_k=4096, right=0)
+    assert dict(plan(asked, H200, BACKWARD).scalars)["together"] == 8  # of 64; 7 would leave one
+
+
+def test_backward_tiles_of_129_to_192_columns() -> None:
+    """Warpgroups own their keys where registers hold the sums, and key tiles of 128 keep multiprocessors at work."""
+
+    def tile(dim: int, dim_v: int, shape: tuple[int, int, int], seq: int, **fields: Any) -> tuple[int, ...]:
+        batch, heads_q, heads_k = shape
+        sizes = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k, "seq_q": seq, "seq_k": seq}
+        told = constants(plan(problem("bfloat16", dim, dim_v, **sizes, **fields), H200, BACKWARD))
+        return tuple(told[name] for name in ("ROWS", "KEYS", "WARPGROUPS", "DO_STAGES"))
+
+    many = (4, 16, 16)
+    assert tile(160, 160, many, 4096) == tile(136, 144, many, 4096) == tile(192, 128, many, 4096) == (48, 128, 2, 2)
+    assert tile(192, 192, many, 4096) == tile(168, 160, many, 4096) == (64, 96, 3, 1)
+    assert tile(160, 160, many, 4096, softcap=2.0) == (64, 96, 3, 1)  # what else is done with scores takes registers
+    assert tile(160, 160, (2, 8, 8), 1024, right=0) == (64, 96, 3, 1)  # 128 tiles, the first of twice as many visits
+    assert tile(160, 160, (60, 4, 4), 200) == (48, 128, 2, 1)  # dQ is soon to be finished
+    assert tile(192, 192, (11, 6, 6), 372) == (64, 96, 3, 1) and tile(160, 160, (3, 4, 4), 600) == (64, 64, 2, 1)
+
+
+def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
+    for dims, sums in (
+        ((32, 32), 32),
+        ((64, 64), 64),
+        ((96, 64), 80),
+        ((128, 128), 128),
+        ((160, 150), 160),
+        ((192, 128), 160),
+        ((192, 192), 96),
+        ((256, 256), 128),
+    ):
+        asked = problem("bfloat16", *dims, batch=1, seq_q=4096, seq_k=900, heads_q=32, heads_k=1)
+        chosen = plan(asked, H200, BACKWARD)
+        told = constants(chosen)
+        shape = next(w.shape for w in chosen.workspace if w.name == "share_sums")
+        assert told["SHARES"] and told["SHARE_SUMS"] == 128 * sums == shape[1]
+        tiles = -(-900 // (told["KEYS"] * told["CLUSTER"]))
+        assert shape[0] == tiles * told["CLUSTER"] * told["WARPGROUPS"] * dict(chosen.scalars)["shares"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "own", "rounded"),
+    [
+        (
+            (72, 80),
+            (96, 80),
+            (80, 80),
+        ),  # (the forward's sums of Q and K run along DOT)
+        ((128, 100), (128, 112), (128, 112)),
+        ((64, 40), (64, 64), (64, 64)),
+        ((130, 144), (192, 144), (144, 144)),
+        ((176, 170), (192, 176), (192, 192)),  # warpgroups that share out columns have blocks of 64
+        ((200, 230), (256, 240), (256, 256)),
+        ((512, 300), (512, 192), None),  # in two parts, padded
+    ],
+)
+def test_sums_have_columns_in_sixteens(
+    dims: tuple[int, int], own: tuple[int, int], rounded: tuple[int, int] | None
+) -> None:
+    for of, expected in ((FORWARD, own), (BACKWARD, rounded)):
+        sizes = {"batch": 4, "heads_q": 8, "heads_k": 8, "seq_q": 2048, "seq_k": 2048}
+        told = constants(plan(problem("float16", dims[0], dims[1], **sizes), H200, of, "sm90"))
+        assert expected in (None, (told["DIM"], told["DIM_V"]))
