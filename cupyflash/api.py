@@ -16,8 +16,8 @@ from .given import add_lengths, placed, present, trace_score, with_check
 from .gradients import Gradients, check_wrt
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD
-from .problem import check_flag
 from .rules import fold_descales, seed_of
+from .scalars import check_flag
 from .signature import A, Array, L, closed, unscripted
 
 if TYPE_CHECKING:

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 from . import cached, dispatch, interop, writing
 from .api import attention
 from .call import Arrays, Call
-from .counts import check_latent, told
+from .counts import check_latent
 from .given import present, trace_score, with_check
 from .interop.protocol import Library
 from .lengths import asked_for
 from .other_names import renaming, unexpected
 from .passes import FORWARD
-from .problem import ARRAYS, DESCALES, EIGHT, OPTIONS, check_flag, check_layout, complete
+from .problem import ARRAYS, DESCALES, EIGHT, OPTIONS, check_layout, complete
 from .reals import positive
 from .rotary import tables
 from .rules import argument_name, fold_descales, seed_of, state
+from .scalars import check_flag, told
 from .signature import sharing
 from .writing import INTEGERS
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from typing import Any
 
-
-def told(x: Any) -> Any:
-    """x as messages tell it: numbers that torch.compile has as symbols, of which it writes no text, are numbers."""
-    if isinstance(x, (tuple, list)):
-        found = [told(y) for y in x]
-        return found if isinstance(x, list) else tuple(found)
-    ((x, _),) = itertools.groupby([x], key=lambda y: y)  # it makes a number of a symbol here, and nearly nowhere else
-    return x
+from .scalars import told, whole_number
 
 
 def check_window(window: Any) -> tuple[int | None, int | None]:
@@ -26,15 +18,13 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
     bounds: list[int | None] = []
     for side, n in zip(("left", "right"), window):
         if n is not None:
-            try:
-                if isinstance(n, bool):
-                    raise TypeError
-                n = operator.index(n)
-            except TypeError:
-                raise TypeError(f"window's {side} bound is {n!r}; it must be an integer or None") from None
-            if n < 0:
-                n = told(n)
+            number = whole_number(n)
+            if number is None:
+                raise TypeError(f"window's {side} bound is {n!r}; it must be an integer or None")
+            if number < 0:
+                n = told(number)
                 raise ValueError(f"window's {side} bound is {n}; it must be 0 or more keys, or None for unbounded")
+            n = number
         bounds.append(n)
     return bounds[0], bounds[1]
 
@@ -60,12 +50,9 @@ def check_at(at: Any) -> tuple[int, int, int, int] | None:
 def check_latent(latent: Any) -> int | None:
     if latent is None:
         return None
-    try:
-        if isinstance(latent, bool):
-            raise TypeError
-        n = operator.index(latent)
-    except TypeError:
-        raise TypeError(f"latent is {latent!r}; it must be None or how many columns of k are V, an integer") from None
+    n = whole_number(latent)
+    if n is None:
+        raise TypeError(f"latent is {latent!r}; it must be None or how many columns of k are V, an integer")
     if n < 1:
         raise ValueError(f"latent is {told(n)}; it must be 1 or more, the first columns of k that are V")
     return n
@@ -74,11 +61,8 @@ def check_latent(latent: Any) -> int | None:
 def check_sms(n: Any) -> int | None:
     if n is None:
         return None
-    try:
-        count = 0 if isinstance(n, bool) else operator.index(n)
-    except TypeError:
-        count = 0
-    if not 1 <= count < 2**31:
+    count = whole_number(n)
+    if count is None or not 1 <= count < 2**31:
         raise ValueError(f"sms is {n!r}; it must be None or how many multiprocessors a call takes at most, 1 or more")
     return count
 
@@ -92,10 +76,7 @@ def check_hint(name: str, x: Any) -> int | None:
         if "int" not in str(x.dtype) or tuple(x.shape):
             raise TypeError(f"{name} is an array of {x.dtype} of shape {tuple(x.shape)}; it must be one integer")
         return None
-    try:
-        n = -1 if isinstance(x, bool) else operator.index(x)
-    except TypeError:
-        n = -1
-    if not 0 <= n < 2**31:
+    n = whole_number(x)
+    if n is None or not 0 <= n < 2**31:
         raise ValueError(f"{name} is {x!r}; it must be None or how many rows a sequence has at most, 0 to 2**31 - 1")
     return 1 << max(0, n - 1).bit_length()

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .counts import check_latent, told
+from .counts import check_latent
 from .passes import FORWARD, Pass
 from .problem import EIGHT, View
+from .scalars import told
 
 
 def operands(latent: Any, v: Any) -> str:

@@ -21,9 +21,9 @@ from .problem import (
     AttentionProblem,
     MaskKind,
     View,
-    check_flag,
     to_bshd,
 )
+from .scalars import check_flag
 
 if TYPE_CHECKING:  # NumPy takes longer to import than all of this package
     import numpy as np

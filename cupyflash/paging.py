@@ -5,7 +5,6 @@ Kernels know nothing of it: they get a table and lengths, as from any other owne
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import numpy as np
 from . import interop
 from .namespaces import namespace
 from .problem import check_layout, to_bshd
+from .scalars import whole_number
 
 Array = Any
 
@@ -27,12 +27,10 @@ class Room(NamedTuple):
 
 
 def _whole(name: str, n: Any) -> int:
-    try:
-        if not isinstance(n, bool):
-            return operator.index(n)
-    except TypeError:
-        pass
-    raise TypeError(f"{name} is {n!r}; it must be an integer")
+    number = whole_number(n)
+    if number is None:
+        raise TypeError(f"{name} is {n!r}; it must be an integer")
+    return number
 
 
 class OutOfPages(MemoryError):

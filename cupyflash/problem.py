@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .counts import check_at, check_hint, check_latent, check_sms, check_window, told
+from .counts import check_at, check_hint, check_latent, check_sms, check_window
 from .other_names import unexpected
 from .passes import BACKWARD, FORWARD, Pass
 from .reals import positive, real
+from .scalars import check_flag, told
 from .score import Score
 
 HALVES = ("float16", "bfloat16")
@@ -220,12 +221,6 @@ def check_layout(layout: Any) -> str:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
     return layout
-
-
-def check_flag(name: str, x: Any) -> bool:
-    if type(x).__name__ not in ("bool", "bool_"):  # NumPy's too
-        raise TypeError(f"{name} is {told(x)!r}; it must be True or False")
-    return bool(x)
 
 
 def check_score(score: Any) -> Any:

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from .counts import told
+from .scalars import told
 
 
 def real(name: str, x: Any) -> float | None:

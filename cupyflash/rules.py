@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from . import cached, latent, lengths, places
-from .counts import told
 from .layouts import doubt, of_layout
 from .passes import BACKWARD, FORWARD, PER_QUERY, Pass
 from .problem import (
@@ -45,6 +44,7 @@ from .problem import (
     to_bshd,
 )
 from .reals import positive
+from .scalars import told
 from .score import Score, trace
 from .score.graph import name_of
 

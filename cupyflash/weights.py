@@ -7,7 +7,6 @@ for each of some queries. So every option, library, GPU and derivative is that o
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
@@ -16,6 +15,7 @@ from .api import attention, attention_backward
 from .namespaces import cast, namespace
 from .other_names import unexpected
 from .problem import FLOATS, check_layout
+from .scalars import whole_number
 from .signature import A, Array, sharing
 
 if TYPE_CHECKING:
@@ -146,11 +146,8 @@ def attention_weights(
 def _count(largest: Any, keys: int, reduce: str | None) -> int:
     if reduce is not None:
         raise ValueError(f"largest is {largest!r}, and reduce is {reduce!r}; one of them must be None")
-    try:
-        n = -1 if isinstance(largest, bool) else operator.index(largest)
-    except TypeError:
-        n = -1
-    if not 0 < n <= keys:
+    n = whole_number(largest)
+    if n is None or not 0 < n <= keys:
         raise ValueError(f"largest is {largest!r}; it must be an integer from 1 to {keys}, the keys that are chosen")
     return n
 
@@ -196,12 +193,9 @@ class _Weights:
         if which is None:
             return range(n)
         if not isinstance(which, slice):
-            try:
-                if isinstance(which, bool):
-                    raise TypeError
-                at = operator.index(which)
-            except TypeError:
-                raise TypeError(f"{name} is {which!r}; it must be None, a slice or an integer") from None
+            at = whole_number(which)
+            if at is None:
+                raise TypeError(f"{name} is {which!r}; it must be None, a slice or an integer")
             if not -n <= at < n:
                 raise ValueError(f"{name} is {at}; there are {n}, so it must be from {-n} to {n - 1}")
             which = slice(at % n, at % n + 1)

@@ -15,7 +15,7 @@ from cupyflash.gpu.plan import FAMILIES
 # what is named apart is no part of the package that it lies in. It imports from itself and from rooms on floors below.
 FLOORS = (
     (
-        "passes", "score", "signature other_names", "folders", "later", "reals counts", "gpu.device pip_line",
+        "passes", "score", "signature other_names", "folders", "later", "reals counts scalars", "gpu.device pip_line",
         "blockmask.tile_lists", "interop.foreign", "namespaces",
         "torch.dropout", "tools.visible",
     ),

@@ -147,8 +147,9 @@ def test_what_is_refused() -> None:
         match="^is_causal is True and attn_mask is a CausalBias; it must be one or the other",
     ):
         scaled_dot_product_attention(q, k, k, causal_upper_left(5, 7), is_causal=True)
-    with pytest.raises(TypeError, match="^is_causal is 'no'; it must be True or False"):
-        scaled_dot_product_attention(q, k, k, is_causal="no")
+    for flag in ("is_causal", "enable_gqa"):
+        with pytest.raises(TypeError, match=f"^{flag} is 'no'; it must be True or False"):
+            scaled_dot_product_attention(q, k, k, **{flag: "no"})
     for p in (-0.1, 2.0):
         with pytest.raises(ValueError, match=f"^dropout_p is {p}; it must be from 0 to 1"):
             scaled_dot_product_attention(q, k, k, dropout_p=p)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import interop
+from ..scalars import whole_number
 
 
 class Pattern:
@@ -165,13 +166,10 @@ def _integers(name: str, x: Any, what: str = "an array of integers") -> np.ndarr
 
 
 def _integer(name: str, n: Any, least: int | None = None) -> None:
-    try:
-        if isinstance(n, bool):
-            raise TypeError
-        found = operator.index(n)
-    except TypeError:
-        raise TypeError(f"{name} is {n!r}; it must be an integer") from None
-    if least is not None and found < least:
+    number = whole_number(n)
+    if number is None:
+        raise TypeError(f"{name} is {n!r}; it must be an integer")
+    if least is not None and number < least:
         raise ValueError(f"{name} is {n}; it must be {least} or more")
 
 

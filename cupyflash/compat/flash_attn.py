@@ -14,10 +14,11 @@ import torch
 
 from .. import api
 from ..other_names import renaming
+from ..scalars import check_no_text
 from ..signature import unscripted
 from ..torch.dropout import check_tensors, dropout_options
 from . import kvcache
-from .windows import check_flags, window_of
+from .windows import window_of
 
 __all__ = [
     "_wrapped_flash_attn_backward", "_wrapped_flash_attn_forward",
@@ -47,7 +48,7 @@ def flash_attn_func(
     (out, lse, None): lse is (B, Hq, Sq), -inf for rows that see no key, where flash-attn has inf; and the
     probabilities, which flash-attn returns for tests alone, are never in memory.
     """
-    check_flags(return_attn_probs=return_attn_probs)
+    check_no_text(return_attn_probs=return_attn_probs)
     check_tensors(q=q, k=k, v=v)
     out, lse = _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -60,7 +61,7 @@ def _attention(
     window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
     **lengths: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    check_flags(causal=causal)
+    check_no_text(causal=causal)
     out, lse = api.attention(
         q, k, v, scale=softmax_scale, causal=bool(causal), window=window_of(window_size), softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
@@ -98,7 +99,7 @@ def flash_attn_varlen_func(
     (Hq, total_q). block_table: (B, pages of one) integers; k and v are (pages, page, Hk, D) then, of which sequence n
     has the first cu_seqlens_k[n + 1] - cu_seqlens_k[n] rows; no gradients.
     """
-    check_flags(return_attn_probs=return_attn_probs)
+    check_no_text(return_attn_probs=return_attn_probs)
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if block_table is None:
@@ -224,7 +225,7 @@ def flash_attn_with_kvcache(
     -------
     (B, Sq, Hq, D), or with return_softmax_lse=True (that, lse): lse is (B, Hq, Sq)
     """
-    check_flags(return_softmax_lse=return_softmax_lse)
+    check_no_text(return_softmax_lse=return_softmax_lse)
     out, lse = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,

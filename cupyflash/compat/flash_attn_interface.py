@@ -11,10 +11,11 @@ import torch
 
 from .. import api
 from ..other_names import renaming
+from ..scalars import check_no_text
 from ..signature import unscripted
 from ..torch.dropout import check_tensors
 from . import flash_attn, kvcache
-from .windows import check_flags, window_of
+from .windows import window_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
 
@@ -46,7 +47,7 @@ def flash_attn_func(
     With return_attn_probs=True returns (out, lse): lse is (B, Hq, Sq).
     """
     check_tensors(q=q, k=k, v=v)
-    check_flags(causal=causal, return_attn_probs=return_attn_probs)
+    check_no_text(causal=causal, return_attn_probs=return_attn_probs)
     _refuse(attention_chunk, qv=qv)
     descales: dict[str, Any] = {}
     for name, x, of in (("q_descale", q_descale, q), ("k_descale", k_descale, k), ("v_descale", v_descale, v)):
@@ -95,7 +96,7 @@ def flash_attn_varlen_func(
     0 and are not attended. k and v are copied then, or q and the result. With return_attn_probs=True returns
     (out, lse): lse is (Hq, total_q). Inputs of 8 bits are not served.
     """
-    check_flags(return_attn_probs=return_attn_probs)
+    check_no_text(return_attn_probs=return_attn_probs)
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     back = None
@@ -181,7 +182,7 @@ def flash_attn_with_kvcache(
     sequence's. scheduler_metadata, num_splits, pack_gqa and sm_margin, which change no result, are ignored.
     """
     _refuse(attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    check_flags(return_softmax_lse=return_softmax_lse)
+    check_no_text(return_softmax_lse=return_softmax_lse)
     out, lse = kvcache.attend(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,

@@ -11,8 +11,8 @@ import torch
 
 from .. import api
 from ..other_names import renaming
+from ..scalars import check_no_text
 from ..torch.dropout import check_tensors
-from .windows import check_flags
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -64,7 +64,7 @@ def flash_mla_with_kvcache(
     if is_fp8_kvcache:
         raise NotImplementedError("is_fp8_kvcache is True; caches of 8 bits are not served: it must be False")
     check_tensors(q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
-    check_flags(causal=causal)
+    check_no_text(causal=causal)
     out, lse = api.attention(
         q, k_cache, latent=head_dim_v, seqlens_k=cache_seqlens, page_table=block_table, scale=softmax_scale,
         causal=bool(causal), return_lse=True,

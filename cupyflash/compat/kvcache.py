@@ -20,8 +20,9 @@ from ..passes import FORWARD
 from ..problem import View, complete
 from ..rotary import check_tables, rotate
 from ..rules import state
+from ..scalars import check_no_text
 from ..torch.dropout import check_tensors
-from .windows import check_flags, window_of
+from .windows import window_of
 
 _INTEGERS = torch.int32, torch.int64
 
@@ -59,7 +60,7 @@ def attend(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | {n: x for n, x in named.items() if x is not None}
     refuse_script()
     check_tensors(**given)
-    check_flags(causal=causal)
+    check_no_text(causal=causal)
     window = window_of(window_size)
     for name, x in given.items():
         if torch.is_grad_enabled() and x.requires_grad:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ..scalars import whole_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,11 +76,8 @@ def _info(
 
 def _whole(name: str, numbers: Lengths) -> list[int]:
     held = numbers.tolist() if isinstance(numbers, torch.Tensor) else list(numbers)
-    try:
-        whole = [*map(operator.index, held)]
-    except TypeError:
-        whole = [-1]
-    if min(whole, default=0) < 0 or any(isinstance(n, bool) for n in held):
+    whole = [n for n in map(whole_number, held) if n is not None and n >= 0]
+    if len(whole) < len(held):
         raise ValueError(f"{name} is {held}; it must hold integers, 0 or more, one for each sequence")
     return whole
 

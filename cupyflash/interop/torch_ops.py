@@ -17,9 +17,9 @@ from torch.autograd import forward_ad
 from .. import dispatch, interop
 from ..cached import name_of, of_eight
 from ..call import Arrays, Call
-from ..counts import told
 from ..passes import BACKWARD, FORWARD
 from ..rules import lasting
+from ..scalars import told
 from . import torch_derivatives, torch_levels, torch_nested, torch_operators, torch_schema
 from .protocol import Recorder
 

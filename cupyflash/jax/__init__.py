@@ -17,7 +17,8 @@ import numpy as np
 from .. import api
 from ..latent import operands
 from ..later import later
-from ..problem import ARRAYS, check_flag
+from ..problem import ARRAYS
+from ..scalars import check_flag
 from ..signature import like
 from .dot_product import dot_product_attention
 

@@ -11,6 +11,7 @@ from jax import numpy as jnp
 
 from .. import api
 from ..other_names import renaming
+from ..scalars import check_no_text
 
 
 @renaming(q="query", k="key", v="value", window="local_window_size")
@@ -66,9 +67,7 @@ def dot_product_attention(
         raise ValueError(
             f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn', beside which nothing changes"
         )
-    for name, flag in (("is_causal", is_causal), ("return_residual", return_residual)):
-        if isinstance(flag, str):  # "no" would be yes
-            raise TypeError(f"{name} is {flag!r}; it must be True or False")
+    check_no_text(is_causal=is_causal, return_residual=return_residual)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x is None:
             raise TypeError(f"{name} is None; it must be an array")

@@ -28,7 +28,8 @@ from ..parallel.arrays import SIXTEEN, four
 from ..parallel.asked import Asked, check, usual_exchange
 from ..parallel.groups import Alone
 from ..parallel.rows import Rows, Span
-from ..problem import ARRAY_RULES, ARRAYS, check_flag
+from ..problem import ARRAY_RULES, ARRAYS
+from ..scalars import check_flag
 from ..score.graph import name_of
 
 __all__ = ["attention"]

@@ -16,8 +16,9 @@ from ..dispatch import refuse_family
 from ..gradients import check_wrt
 from ..other_names import unexpected
 from ..passes import BACKWARD, FORWARD
-from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, ITEMSIZE, AttentionProblem, check_flag, check_layout, complete
+from ..problem import ARRAY_RULES, ARRAYS, FLOAT8, ITEMSIZE, AttentionProblem, check_layout, complete
 from ..rules import seed_of
+from ..scalars import check_flag
 from .adapters import of
 from .arrays import four, three, wide
 from .groups import Alone, Group

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from .. import api, interop
 from ..gradients import Gradients
+from ..scalars import check_flag
 from . import run
 from .adapters import of
 from .agree import agree
@@ -250,7 +251,7 @@ def _agreed(
     asked, error = None, None
     try:
         for name, x in flags.items():
-            api.check_flag(name, x)
+            check_flag(name, x)
         asked = check(function, group, operands, plan, options, wrt)
     except Exception as wrong:  # noqa: BLE001 - raised on all ranks
         error = wrong

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ..scalars import whole_number
+
 Span = tuple[int, int]  # [begin, end) of a whole sequence
 CHUNKS = (1, 2, 4, 8)  # of a rank, that `Rows.balanced` may deal out: where all may have as many rows, all have
 CLOSE, OF_A_CALL = 1.05, 0.03  # what the busiest rank may have to do beside the mean; what a call more costs
@@ -261,10 +263,7 @@ def positive(name: str, n: int) -> int:
 
 
 def _whole(name: str, n: Any, least: int) -> int:
-    try:
-        number = least - 1 if isinstance(n, bool) else operator.index(n)
-    except TypeError:
-        number = least - 1
-    if number < least:
+    number = whole_number(n)
+    if number is None or number < least:
         raise ValueError(f"{name} is {n!r}; it must be {least} or more, an integer")
     return number

@@ -25,7 +25,8 @@ from ..gpu.plan import FAMILIES, KernelPlan
 from ..gpu.plans import plans
 from ..gpu.tuned import Tuned
 from ..passes import BACKWARD, FORWARD, PASSES, Pass, pass_named
-from ..problem import EIGHT, FLOAT8, AttentionProblem, check_flag, check_options, complete
+from ..problem import EIGHT, FLOAT8, AttentionProblem, check_options, complete
+from ..scalars import check_flag
 from .explanation import as_view, views_of_score
 from .precompile import Job, compile_all
 from .shapes import even, of_problem

@@ -8,6 +8,7 @@ import torch
 
 from .. import api
 from ..other_names import renaming
+from ..scalars import check_no_text
 from .dropout import check_tensors, dropout_options
 
 
@@ -53,8 +54,7 @@ def scaled_dot_product_attention(
     ValueError, TypeError
         Naming the argument, what it is and what it must be.
     """
-    if isinstance(is_causal, str):  # "no" would be yes
-        raise TypeError(f"is_causal is {is_causal!r}; it must be True or False")
+    check_no_text(is_causal=is_causal, enable_gqa=enable_gqa)
     check_tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     if not (query.dim() == key.dim() == value.dim() and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]):
         query, key, value = _spread(query, key, value)
