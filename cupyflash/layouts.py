@@ -15,8 +15,18 @@ def of_layout(error: ValueError, layout: Any, retry: Callable[[str], Any]) -> Va
     if type(error) is ValueError and isinstance(layout, str) and layout in LAYOUTS:
         with contextlib.suppress(TypeError, ValueError):
             retry(_other(layout))
-            return ValueError(f'{error}; with layout="{_other(layout)}" the shapes fit')
+            return ValueError(error_of_fit(str(error), _other(layout)))
     return error
+
+
+def error_of_fit(message: str, layout: str) -> str:
+    """A message of shapes that fit another layout. (Functions that have no such argument say it, too.)"""
+    return f'{message}; the shapes fit as {_axes(layout)}, layout="{layout}"'
+
+
+def _axes(layout: str, rank: int = 4) -> str:
+    axes = ("batch", *(("sequence", "heads") if layout == "bshd" else ("heads", "sequence")), "dim")
+    return f"({', '.join(axes[4 - rank :])})"
 
 
 def doubt(problem: AttentionProblem, q: View, layout: str) -> None:
@@ -30,9 +40,8 @@ def doubt(problem: AttentionProblem, q: View, layout: str) -> None:
     if n == problem.heads_q and (
         (rank == 4 and n > max(128, problem.seq_k)) or (rank == 3 and n > 32 and problem.dim > 256)
     ):
-        axes = ("batch", *(("sequence", "heads") if layout == "bshd" else ("heads", "sequence")), "dim")[4 - rank :]
         warnings.warn(
-            f"q of shape {q.shape} is read as ({', '.join(axes)}): {n} heads of dimension {problem.dim}, with "
+            f"q of shape {q.shape} is read as {_axes(layout, rank)}: {n} heads of dimension {problem.dim}, with "
             f'{problem.seq_q} queries each; if these are rows, give layout="{_other(layout)}"',
             stacklevel=2,
         )

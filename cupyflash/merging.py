@@ -10,6 +10,7 @@ import numpy as np
 
 from . import interop
 from .interop.protocol import Library
+from .layouts import error_of_fit
 from .namespaces import cast, namespace
 from .overlap import overlap, overlaps_itself
 from .problem import FLOATS, LAYOUTS, check_layout
@@ -178,10 +179,8 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], l
         if view.shape != shape:
             other = next(x for x in LAYOUTS if x != layout)
             fits = not is_out and view.shape == _rows(first.shape, other)
-            raise ValueError(
-                f"{name} has shape {view.shape}; it must be {shape}, since outs[0] has shape {first.shape}"
-                + f'; with layout="{other}" the shapes fit' * fits
-            )
+            said = f"{name} has shape {view.shape}; it must be {shape}, since outs[0] has shape {first.shape}"
+            raise ValueError(error_of_fit(said, other) if fits else said)
         if view.device != first.device and view.device and first.device:  # traced JAX arrays have none yet
             raise ValueError(f"{name} is on {view.device} but outs[0] is on {first.device}; all must be on one device")
     parts = list(arrays.values())

@@ -361,7 +361,7 @@ def test_shapes_that_fit_the_other_layout(what: str, layout: str) -> None:
         "explain": lambda layout: explain(q, k, k, layout=layout),
     }
     calls[what](other)
-    with pytest.raises(ValueError, match=f'; with layout="{other}" the shapes fit$') as raised:
+    with pytest.raises(ValueError, match=f'; the shapes fit as .*, layout="{other}"$') as raised:
         calls[what](layout)
     assert str(raised.value).count("layout=") == 1
 

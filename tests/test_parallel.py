@@ -343,7 +343,8 @@ def test_explain() -> None:
     [
         {"groups": -1}, {"groups": 9}, {"groups": 1.5}, {"groups": 2, "exchange": "heads"}, {"stretches": 0},
         {"dtype": "int8"}, {"dtype": "float13"}, {"window": 3}, {"window": (-1, 0)}, {"causal": "left"},
-        {"heads_k": 0}, {"rows": None}, {"key_rows": Rows.contiguous(64, 2)}, {"shape": (64, 12, 8)},
+        {"heads_k": 0}, {"heads_k": 2.0}, {"rows": None}, {"key_rows": Rows.contiguous(64, 2)},
+        {"shape": (64, 12, 8)}, {"shape": (-1, 64, 12, 8)}, {"shape": (1, 64, 12, 8.0)},
     ],
     ids=str,
 )  # fmt: skip
