@@ -151,9 +151,8 @@ def test_shapes_take_every_way_out(dim: int) -> None:
         problem = AttentionProblem("float16", batch, sq, sk, hq, hk, dim, dim, 0.1)
         forward, backward = (dict(plan(problem, Arch.of("sm_90a"), x, "sm90").constants) for x in (FORWARD, BACKWARD))
         taken.append((forward["PACK"] > 1, forward["SHARES"], backward["WHOLE_DQ"]))
-    whole = dim <= 128  # else two thread blocks share the keys of a tile
     packed, shared, whole_dq = zip(*taken)
-    assert packed[:2] == (False, True) and shared == (False, False, True) and whole_dq == (False, whole, False)
+    assert packed[:2] == (False, True) and shared == (False, False, True) and whole_dq == (False, True, False)
 
 
 SCORES = ("bias", "mask", "alibi_slopes", "sinks")

@@ -31,6 +31,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "large": ("float16", {"seq": (200, 500), "batch": 1}, {"scale": 3.0}),  # maxima grow from tile to tile
     "large-128": ("bfloat16", {"seq": (200, 500), "dims": (128, 128), "batch": 1}, {"scale": 3.0}),
     "group": ("bfloat16", {"heads": (4, 2), "seq": (300, 362)}, {"causal": True}),
+    "group-in-order": ("float16", {"heads": (3, 1), "seq": (300, 300), "dims": (128, 128), "batch": 1},
+        {"causal": True, "deterministic": True}),
+    "group-256": ("float16", {"heads": (3, 1), "seq": (200, 300), "dims": (256, 200), "batch": 1}, {"causal": True}),
+    "group-192": ("bfloat16", {"heads": (3, 1), "seq": (300, 200), "dims": (192, 192), "batch": 1},
+        {"causal": "top_left"}),
     "128": ("float16", {"seq": (400, 430), "dims": (128, 100), "batch": 1}, {"causal": True}),
     "window": ("float16", {"seq": (200, 430), "dims": (128, 128), "batch": 1}, {"window": (17, 140), "scale": -0.3}),
     "left": (
@@ -107,6 +112,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "whole-192": ("float16", {"seq": (150, 84), "dims": (192, 190), "heads": (4, 2), "dlse": 1.0}, {"causal": True}),
     "whole-160-128": ("float16", {"seq": (150, 120), "dims": (160, 150), "heads": (4, 2), "dlse": 1.0},
         {"causal": True}),
+    # And of a cluster, whose blocks have keys of their own, or columns: dQ leaves from registers.
+    "whole-256": ("float16", {"seq": (150, 100), "dims": (256, 200), "heads": (4, 2), "batch": 1, "dlse": 1.0},
+        {"causal": True}),
+    "whole-256-unaligned": ("bfloat16", {"seq": (130, 128), "dims": (201, 256), "batch": 1}, {"rows_aligned": False}),
+    "whole-256-scores": ("float16", {"seq": (200, 60), "dims": (256, 256), "heads": (2, 1), "batch": 1,
+        "given": ("alibi_slopes", "sinks"), "key_mask": True},
+        {"softcap": 2.0, "window": (20, 9), "deterministic": True}),
+    # Of three blocks of columns, or one, a consumer has none.
+    "whole-384": ("float16", {"seq": (90, 60), "dims": (384, 345), "heads": (2, 1), "batch": 1}, {}),
+    "whole-100-400": ("bfloat16", {"seq": (90, 60), "dims": (100, 400), "batch": 1}, {"rows_aligned": False}),
+    "whole-512": ("bfloat16", {"seq": (90, 60), "dims": (512, 400), "heads": (2, 1), "batch": 1}, {"causal": True}),
     "whole-192-128": ("bfloat16", {"seq": (130, 128), "dims": (190, 128), "batch": 1}, {"rows_aligned": False}),
     "whole-160": ("bfloat16", {"seq": (130, 96), "dims": (149, 160), "batch": 1}, {"rows_aligned": False}),
     "whole-144": (

@@ -50,9 +50,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             finish_dq(p, s, warp - 2);
         } else if (threadIdx.x == 0) {
             load(p, maps, s);
-        } else if (WHOLE_DQ && warp == 1) {
+        } else if (SENDS_DQ && warp == 1) {
             send_dq(p, maps, s);
-        } else if (threadIdx.x == 32) {
+        } else if (!WHOLE_DQ && threadIdx.x == 32) {
             add_dq(p, maps, s);
         }
     } else {

@@ -219,7 +219,7 @@ __device__ void send_dq(const Params& p, const Maps& maps, Shared& s) {
                     dq.barriers = s.dq(warpgroup).barriers;
                     dq.wait_full();
                 }
-                if constexpr (WHOLE_DQ) {
+                if constexpr (SENDS_DQ) {
                     if (!maps.map_out)
                         store_rows<PART_ROWS, true>(tile, 0, head.query_row(dq_rows(p), dq_strides(p), row) + column,
                                                     dq_strides(p).row, head.queries(p) - row, p.dim - column);

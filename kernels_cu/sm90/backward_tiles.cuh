@@ -79,7 +79,9 @@ constexpr int PART_BYTES = 4 * 64 * PART_ROWS * (MOVED && !WIDE ? (DIM + 63) / 6
 constexpr int REST = WIDE || MOVED || DQ_DIM <= 64 * WARPGROUPS ? 0 : DQ_DIM - 64 * WARPGROUPS;
 constexpr int REST_ROWS = ROWS / WARPGROUPS, REST_BYTES = 4 * ROWS * REST;
 static_assert(REST == 0 || !WHOLE_BY_LENGTH && REST <= 64 && REST % 32 == 0 && REST_ROWS % 8 == 0);
-static_assert(!WHOLE_DQ || !CLUSTERED && !walk::LISTED);
+static_assert(!WHOLE_DQ || !walk::LISTED);
+// Whether rows of dQ lie in shared memory, and leave from there.
+constexpr bool SENDS_DQ = WHOLE_DQ && !CLUSTERED;
 constexpr int DQ_TILE = ROWS * DQ_DIM;      // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
@@ -102,7 +104,7 @@ template <bool GIVEN>
 struct TangentMaps {};
 template <>
 struct TangentMaps<true> : QTangentMap<TQ>, KTangentMap<TK>, VTangentMap<TV>, DOTangentMap<TDOUT> {};
-struct TensorMaps : TangentMaps<MOVED>, InputMaps, ResultMaps<WHOLE_DQ || WHOLE_BY_LENGTH> {
+struct TensorMaps : TangentMaps<MOVED>, InputMaps, ResultMaps<SENDS_DQ || WHOLE_BY_LENGTH> {
     int map_out;  // 0 where a result lies as no map can tell
 };
 
@@ -236,7 +238,8 @@ struct KeyTile {
 
 // Shared memory, and one thread's place in its rings.
 struct Shared {
-    using KRing = Ring<1, CONSUMER_WARPS + 1>;  // the thread that adds dQ reads the KeyTile that comes with K
+    // The thread that adds dQ, or sends it, reads the KeyTile that comes with K.
+    using KRing = Ring<1, CONSUMER_WARPS + !(WHOLE_DQ && CLUSTERED)>;
     using VRing = Ring<1, CONSUMER_WARPS>;
     using QRing = Ring<STAGES, CONSUMER_WARPS>;  // with -lse and -delta of its rows
     using DORing = Ring<DO_STAGES, CONSUMER_WARPS>;

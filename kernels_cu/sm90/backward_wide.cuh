@@ -49,6 +49,8 @@ struct WideConsumer {
     // in a branch are put in series by ptxas.
     bool owing;
     int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
+    OutQ* owed_rows;  // WHOLE_DQ: where its rows are, and how many
+    int owed_count;
 
     __device__ WideConsumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
         : p(p),
@@ -106,6 +108,13 @@ struct WideConsumer {
     // Half of a part of dQ to memory: all of it at once would hold up the loads.
     template <int HALF, int PART = 0>
     __device__ void leave_half(const DQPart& dq, int tile, unsigned step) {
+        if constexpr (WHOLE_DQ) {
+            int column = s.column() + 64 * (dq_block + PART);
+            if (has_dq(PART))
+                put_turned<HALF * ROW8S / 2, ROW8S / 2>(dq, owed_rows + column, p.dq_strides.row, owed_count,
+                                                        p.dim - column, p.scale);
+            return;
+        }
         if (IN_TURN) dq_ring.go_to(step);
         if (IN_TURN && HALF == 0 && PART == 0) dq_ring.wait_turn();
         float* sums = p.dq_sum + (long long)(tile + shift) * DQ_TILE + dq_place + PART * 64 * PART_ROWS;
@@ -245,6 +254,10 @@ struct WideConsumer {
         s.q.release();
         owing = true;
         last = tile;
+        if constexpr (CLUSTERED && WHOLE_DQ) {
+            owed_rows = pairs.head.query_row(p.dq, p.dq_strides, tile_q * ROWS);
+            owed_count = pairs.head.queries(p) - tile_q * ROWS;
+        }
         steps++;
     }
 
@@ -273,23 +286,25 @@ struct WideConsumer {
     // 64 columns of dK or dV, through shared memory and TMA.
     __device__ void store(const Accumulator<1, KEYS / 8>& sum, const TensorMap& map, Out* to, const Strides& strides,
                           const KeyTile& t, int column, int columns) {
-        if constexpr (FROM_REGISTERS<>)
-            return put_turned(sum, to, strides, t, column, columns);
-        else
+        if constexpr (FROM_REGISTERS<>) {
+            Head head = t.head(p);
+            int first = s.first_key(t);
+            put_turned<0, KEYS / 8>(sum, head.key_row(to, strides, first) + column, strides.row,
+                                    head.key_rows(p) - first, columns - column);
+        } else {
             store_through(sum, map, to, strides, t, column, columns);
+        }
     }
-    // As registers hold them: rows of the sum are columns of the result.
-    __device__ void put_turned(const Accumulator<1, KEYS / 8>& sum, Out* to, const Strides& strides, const KeyTile& t,
-                               int column, int columns) {
-        Head head = t.head(p);
-        int first = s.first_key(t), rows = head.key_rows(p) - first;
-        to = head.key_row(to, strides, first) + column;
+    // As registers hold them, COUNT times 8 columns of the sum, which are rows of the result.
+    template <int FIRST, int COUNT, int ALL, class T>
+    __device__ static void put_turned(const Accumulator<1, ALL>& sum, T* to, long long row_stride, int rows,
+                                      int columns, float scale = 1) {
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
+        for (int n = FIRST; n < FIRST + COUNT; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 int c = 16 * warp() + sum.row(0, e), row = sum.column(n, e);
-                if (row < rows && c < columns - column) put_result(to + row * strides.row + c, sum.x[0][n][e]);
+                if (row < rows && c < columns) put_result(to + row * row_stride + c, scale * sum.x[0][n][e]);
             }
     }
     template <class T>
@@ -369,12 +384,12 @@ struct WideConsumer {
             s.v.release();
 
             // What is used here alone is reckoned here: kept over the steps it would fill the registers.
-            if (!IN_TURN) {
+            if (!IN_TURN && !(CLUSTERED && WHOLE_DQ)) {
                 dq_ring.go_to(CLUSTERED ? tiles - 1 : steps);
                 dq_ring.wait_empty();
             }
             if (CLUSTERED) {
-                if (!IN_TURN) dq_ring.filled();  // this consumer has added all its parts
+                if (!IN_TURN && !WHOLE_DQ) dq_ring.filled();  // this consumer has added all its parts
                 sync_threads<128 * WARPGROUPS>(1);  // nobody reads P and dS of the last step any more
             }
             if (SHARES && !add_shares(p, s, t, warpgroup, dv, dk)) continue;

@@ -113,7 +113,8 @@ class BackwardFit(NamedTuple):
 def fit(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> BackwardFit | None:
     likely = as_dense(problem)
     short = max(likely.seq_q, likely.seq_k) <= FEW
-    rows: tuple[BackwardTile, ...] = TILES.rows(tile, SHORT_BACKWARD if short else _first(problem, likely, arch))
+    first = SHORT_BACKWARD * short + _first(problem, likely, arch)
+    rows: tuple[BackwardTile, ...] = TILES.rows(tile, first)
     return next((found for t in rows if (found := _fit(problem, arch, t)) is not None), None)
 
 
@@ -141,7 +142,8 @@ def _first(problem: AttentionProblem, likely: AttentionProblem, arch: Arch) -> t
             return cost.effort(likely, t, arch.sms)
         return cost.shared_effort(likely, t, _dealt(problem, t, arch), _clusters(arch, t))
 
-    return tuple(sorted(found, key=effort) if len(found) > 1 else found)
+    # Whose dQ is no sum comes first.
+    return tuple(sorted(found, key=lambda t: (not has_all_keys(problem, t), effort(t))) if len(found) > 1 else found)
 
 
 def _clusters(arch: Arch, t: BackwardTile) -> int:
@@ -234,7 +236,7 @@ def plan(problem: AttentionProblem, arch: Arch, tile: Sequence[int] | None) -> K
         workspace.append(Workspace("order", "uint32", (ORDERED_WORDS * lines,)))
     out_rows = t.keys if t.wide else 64  # of dK and dV that leave at once: all, or a warpgroup's own
     boxes = [("q", t.rows), ("k", t.keys), ("v", t.keys), ("dout", t.rows), ("dk", out_rows), ("dv", out_rows)]
-    boxes += [("dq", t.part_rows(dim))] * (whole or short)
+    boxes += [("dq", t.part_rows(dim))] * (whole and cluster == 1 or short)
     maps = (
         *pairs.boxes(t.rows),
         *(Box(name, n, windows=problem.rows_k is not None and not t.wide) for name, n in boxes),

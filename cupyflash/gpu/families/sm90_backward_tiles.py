@@ -137,7 +137,7 @@ def has_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:
     sums."""
     sums = t.rows + (pad(problem.dim, 16) + pad(problem.dim_v, 16)) // 2
     free = t.wide or sums <= WHOLE_SUMS
-    return not problem.ragged and 0 < problem.seq_k <= t.keys and t.cluster == 1 and free and _leaves_whole(problem)
+    return not problem.ragged and 0 < problem.seq_k <= cluster_keys(problem, t) and free and _leaves_whole(problem)
 
 
 def some_have_all_keys(problem: AttentionProblem, t: BackwardTile) -> bool:

@@ -1,4 +1,5 @@
-"""Hopper's backward where each warpgroup owns 64 keys and dQ has more columns than 64 for each of them."""
+"""Hopper's backward where each warpgroup owns 64 keys and dQ has more columns than 64 for each of them; and where a
+cluster has all keys of a head."""
 
 from __future__ import annotations
 
@@ -50,3 +51,16 @@ def test_blocks(dims: tuple[int, int], causal: bool, rng: np.random.Generator) -
     inputs = draw_inputs(rng, "bfloat16", dims=dims, seq=(400, 600), heads=(4, 2), key_mask=True)
     blocks = draw_blocks(rng, (2, 4, 400, 600), (48, 96), "bh")
     check(SM90, inputs, blocks=blocks, causal=causal)
+
+
+@pytest.mark.parametrize("keys", [1, 50, 64, 65, 128])
+@pytest.mark.parametrize("dims", [(256, 256), (200, 233), (192, 192), (512, 512), (384, 345)])
+def test_a_cluster_has_all_keys(dims: tuple[int, int], keys: int, rng: np.random.Generator) -> None:
+    """Of more than 256 columns up to 64; with more keys there are sums."""
+    dtype = "float16" if dims[0] % 64 else "bfloat16"
+    for seq, heads, batch, options in (
+        ((500, keys), (6, 3), 30, {}),
+        ((130, keys), (4, 2), 3, {"causal": True}),  # most queries see nothing
+        ((3000, keys), (2, 1), 1, {"window": (70, 9), "again": True}),  # queries in shares
+    ):
+        check(SM90, draw_inputs(rng, dtype, dims=dims, seq=seq, heads=heads, batch=batch, key_mask=True), **options)
