@@ -25,6 +25,34 @@ def test_rounds_of_heads_are_even() -> None:
     assert dict(plan(asked, H200, BACKWARD).scalars)["together"] == 8  # of 64; 7 would leave one
 
 
+def test_rounds_have_all_heads_that_are_under_work_at_once() -> None:
+    """Else the longest tiles of the last round take as long as all others do; where the cache holds no such round and
+    multiprocessors would not stand idle for long, it is of fewer."""
+    for shape, seq, together in (
+        ((8, 32, 8), 1024, 16),  # 132 // 8, even
+        ((4, 32, 8), 4096, 4),
+        ((1, 32, 8), 8192, 2),  # 128 key tiles, on 132 multiprocessors
+        ((64, 8, 8), 1024, 16),  # no heads share keys, and the cache holds as many
+    ):
+        batch, heads_q, heads_k = shape
+        sizes = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k, "seq_q": seq, "seq_k": seq}
+        told = dict(plan(problem("bfloat16", 128, **sizes, right=0), H200, BACKWARD).scalars)
+        assert (told["shares"], told["together"]) == (1, together)
+
+
+def test_shares_fill_waves() -> None:
+    sizes = {"batch": 1, "heads_q": 24, "heads_k": 3, "seq_q": 17461, "seq_k": 1218}
+    shares = dict(plan(problem("bfloat16", 72, **sizes), H200, BACKWARD).scalars)["shares"]
+    assert shares == 13  # of 30 key tiles: 390 on three times 132
+
+
+def test_tiles_whose_dq_is_no_sum_come_first() -> None:
+    for keys, tile in ((84, (64, 96, True)), (100, (64, 64, True))):  # by two blocks of a cluster
+        sizes = {"batch": 195, "heads_q": 2, "heads_k": 2, "seq_q": keys, "seq_k": keys}
+        told = constants(plan(problem("bfloat16", 160, **sizes), H200, BACKWARD))
+        assert (told["ROWS"], told["KEYS"], told["WHOLE_DQ"]) == tile
+
+
 def test_backward_tiles_of_129_to_192_columns() -> None:
     """Warpgroups own their keys where registers hold the sums, and key tiles of 128 keep multiprocessors at work."""
 
@@ -50,7 +78,7 @@ def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
         ((96, 64), 80),
         ((128, 128), 128),
         ((160, 150), 160),
-        ((192, 128), 160),
+        ((192, 128), 96),
         ((192, 192), 96),
         ((256, 256), 128),
     ):

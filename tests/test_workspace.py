@@ -46,19 +46,21 @@ def test_memory_of_any_length(of: Pass, dtype: str, arch: Arch) -> None:
             times, more = MOST, 0
             if dtype == "float32":
                 times, more = MOST + 4 * (shape[0] * shape[2] == 1), portions.MUCH
-            assert here <= max(times * q + more, FEW * q + LITTLE), (dim, shape, seq, fields, here / q)
+            little = LITTLE + sm90_backward_cost.MORE_ROOM * (of == BACKWARD and arch == H200)
+            assert here <= max(times * q + more, FEW * q + little), (dim, shape, seq, fields, here / q)
 
 
 def test_sums_of_shares_take_twice_what_q_does_or_little() -> None:
-    """Few heads whose queries are dealt out: 8 and 16 MB stay, of 72 60 are left, or none."""
+    """Few heads whose queries are dealt out, or the last of them; a little more where that gains much."""
 
     def found(dim: int, shape: tuple[int, int, int], seq: int, **fields: Any) -> tuple[int, int]:
         chosen = made(BACKWARD, "bfloat16", dim, shape, seq, H200, **fields)
         sums = next(x.nbytes for x in chosen.workspace if x.name == "share_sums")
         return dict(chosen.scalars)["shares"], sums >> 20
 
-    assert found(64, (1, 1, 1), 4096) == (4, 8) and found(128, (1, 1, 1), 2048) == (8, 16)
-    assert found(128, (1, 32, 4), 3000, right=0) == (5, 60) and found(192, (1, 4, 4), 16384) == (1, 0)
+    assert found(64, (1, 1, 1), 4096) == (4, 8) and found(128, (1, 1, 1), 2048) == (4, 8)
+    assert found(128, (1, 32, 4), 3000, right=0) == (5, 60) and found(192, (2, 2, 2), 32768) == (1, 0)
+    assert found(128, (1, 15, 3), 4416) == (5, 65)  # 4 waves of 105 key tiles in place of 5 times 105 on 132
 
 
 def test_sums_of_the_last_heads_alone() -> None:
@@ -74,7 +76,7 @@ def test_sums_of_the_last_heads_alone() -> None:
 
 
 def test_without_room_there_are_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90_backward_cost, "allowed", lambda *_: 0)
+    monkeypatch.setattr(sm90_backward_cost, "allowed", lambda *_: -sm90_backward_cost.MORE_ROOM)
     assert dict(made(BACKWARD, "bfloat16", 64, (1, 1, 1), 4096, H200).scalars)["shares"] == 1
 
 

@@ -17,24 +17,30 @@ from .sm90_backward_tiles import BackwardTile, cluster_keys, has_all_keys
 CACHE = 16 << 20  # bytes of the L2 cache that Q, dO and dQ of heads dealt out together take; twice where tiles are
 LONG = 1024  # longer than this, in queries
 APART = 2  # deterministic, no causal mask: steps between two key tiles of a head
-# Shares of a head's query tiles: at most so many; for each multiprocessor at most so many key tiles of them; what is
-# not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory or back.
-MOST_SHARES, SHARED_TILES = 32, 32
+# Shares of a head's query tiles: at most so many; tried are few, some, and as many as just fill one of so many waves.
+MOST_SHARES, FULL_WAVES = 32, 8
+MANY_TILES = 32  # key tiles for each multiprocessor: with more it is no matter how the last ones end
 # Times q's bytes that their sums may take, where that is much: sums of dQ take as much. (Keys are in whole tiles.)
 SUMS_ROOM = 2.05
+MORE_ROOM, WORTH_MORE = 32 << 20, 1.1  # bytes more where that is so many times as fast, by that reckoning
+# What is not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory
+# or back; and what memory takes for a byte of all sums.
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
-# A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under work take
-# beyond what the L2 cache holds.
+SUMS_TRAFFIC = number("sm90_backward.sums_traffic")
+# Under a causal mask key tiles that start together come to the same queries the more apart the more heads they have
+# passed. A visit of SPILLED_KEYS keys takes so much longer for each doubling of what Q, dO and dQ of the shares under
+# work take beyond what the L2 cache holds.
 SPILLED_COST, SPILLED_KEYS, HELD = number("sm90_backward.spilled"), 128, number("sm90_backward.held")
 ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `effort`
-# All heads may be together where their Q, dO and dQ take no more than this, if so much is gained by that reckoning.
-# (Measured on an H100: with 70 MB and more 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.)
-ALL_CACHE, WORTH_ALL = 56 << 20, 1.03
+# All heads may be together where their Q, dO and dQ take no more than this. (Measured on an H100: with 70 MB and more
+# 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.) More heads than the cache holds are, if so many times as
+# fast by that reckoning.
+ALL_CACHE, WORTH_MORE_HEADS = 56 << 20, 1.04
 ENOUGH = 1.02  # times the least
 # In so many shares the last heads alone: so many, or those whose key tiles are all that is under work at once.
 LAST_SHARES, LAST_HEADS = (2, 3, 4, 6), (1, 2)
 SHORT_WALK, LONG_WALK = 16, 24  # visits: with fewer sharing takes longer than it saves
-WORTH_SHARING = 1.5, 1.1  # times as fast, by that reckoning, that a short and a long walk must be
+WORTH_SHARING = 1.2, 1.05  # times as fast, by that reckoning, that a short and a long walk must be
 # Packed: key tiles of sequences that are alike are listed where each has one, or so many and more, and come by what
 # visits them where Q, dO and dQ of the heads together take no more than this. Of O so many values are read in the time
 # that it takes to find the sequence of a place (reckoned).
@@ -64,7 +70,8 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int, sums: int)
     keys, queries = cluster_keys(problem, t), problem.group * ceil(problem.seq_q, t.rows)
     heads, tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, keys)
     room = allowed(problem, SUMS_ROOM) // max(1, sums)
-    most = min(MOST_SHARES, SHARED_TILES * clusters // max(1, heads * tiles), queries)
+    more = (allowed(problem, SUMS_ROOM) + MORE_ROOM) // max(1, sums)
+    most = min(MOST_SHARES, MANY_TILES * clusters // max(1, heads * tiles), queries)
     if most < 2 or problem.block_mask is not None or problem.ragged:  # whose visits are not known here
         return Dealt()
     walks = walks_of(problem, t.rows, keys)
@@ -76,16 +83,21 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int, sums: int)
     even = heads * sum(problem.group * len(x) + SHARE_COST for x in walks) / clusters  # if all ended at once
     if alone < worth * even:
         return Dealt()
-    tried = [Dealt(n) for n in range(2, most + 1) if n <= 8 or n % 4 == 0]
+    full = {n * clusters // (heads * tiles) for n in range(1, FULL_WAVES + 1)}
+    tried = [Dealt(n) for n in range(2, most + 1) if n <= 8 or n % 4 == 0 or n in full]
     wave = ceil(clusters, tiles)
     for last in {*LAST_HEADS, wave, 2 * wave}:
         tried += [Dealt(n, heads - last) for n in LAST_SHARES if last < heads and n <= queries]
-    times = {x: time_of(problem, t, walks, x, clusters) for x in tried if (heads - x.whole) * x.shares <= room}
+    taken = {x: (heads - x.whole) * x.shares for x in tried}  # places of sums
+    times = {x: time_of(problem, t, walks, x, clusters) for x in tried if taken[x] <= more}
+    within = {x: time for x, time in times.items() if taken[x] <= room}
+    if min(within.values(), default=alone) < WORTH_MORE * min(times.values(), default=alone):
+        times = within
     least = min(times.values(), default=alone)
     if least * worth >= alone:
         return Dealt()
     enough = [x for x in times if times[x] <= ENOUGH * least]
-    return min(enough, key=lambda x: (heads - x.whole) * x.shares)  # the fewest: their sums take memory
+    return min(enough, key=lambda x: taken[x])  # the fewest: their sums take memory
 
 
 def effort(problem: AttentionProblem, t: BackwardTile, sms: int) -> float:
@@ -123,15 +135,33 @@ def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
 
 def time_of(problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int) -> float:
     """How long the backward takes, in visits of a query tile: clusters take key tiles in the order of their tickets."""
-    orders = _orders(problem, t, dealt, clusters)
-    return min(_time(problem, t, walks, dealt, clusters, together) for together in orders)
+    return _best_order(problem, t, walks, dealt, clusters)[1]
 
 
-def _time(
-    problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int, together: int
-) -> float:
-    """The same where key tiles of so many heads are dealt out as one."""
-    tiles, shares, heads = ceil(problem.seq_q, t.rows), dealt.shares, problem.batch * problem.heads_k
+def _best_order(
+    problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int
+) -> tuple[int, float]:
+    """Of how many heads key tiles are dealt out as one, and how long it takes."""
+    costs = _costs(problem, t, walks, dealt)
+    first, *others = _orders(problem, t, dealt, clusters)
+    times = {first: _ends(costs, first, clusters)}
+    if times[first] * clusters > WORTH_MORE_HEADS * sum(map(sum, costs)):  # there is something to gain
+        times |= {n: _ends(costs, n, clusters) for n in others}
+    together = min(times, key=lambda n: times[n] * (1 if n == first else WORTH_MORE_HEADS))
+    keys, heads = cluster_keys(problem, t), problem.batch * problem.heads_k
+    passed = (heads - dealt.whole) * dealt.shares * (dealt.shares > 1) * len(walks)  # whose sums are written and read
+    sums = SUMS_TRAFFIC * 4 * passed * keys * (problem.dim + problem.dim_v)
+    if has_all_keys(problem, t) or problem.right is None or problem.left is not None:
+        return together, times[together] + sums
+    under_work = min(len(costs), max(together, clusters / max(1, len(walks)))) * _traffic(problem, dealt)
+    apart = min(1.0, 2 * problem.group / dealt.most * keys / max(1, problem.seq_q))
+    spilled = SPILLED_COST * SPILLED_KEYS / keys * apart  # fewer keys are fewer products of the same bytes
+    return together, times[together] * (1 + spilled * max(0.0, math.log2(max(1, under_work) / HELD))) + sums
+
+
+def _costs(problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt) -> list[list[float]]:
+    """What each key tile of each head, or share, takes."""
+    tiles, shares = ceil(problem.seq_q, t.rows), dealt.shares
 
     def before(n: int, walk: range) -> int:
         """How many of the first n query tiles, head by head, visit a key tile."""
@@ -144,17 +174,17 @@ def _time(
     ]
     costs[-1] = [cost + (shares > 1) * shares * SUMS_COST for cost in costs[-1]]
     whole = [problem.group * len(x) + SHARE_COST for x in walks]
-    order = [whole] * dealt.whole + costs * (heads - dealt.whole)
+    return [whole] * dealt.whole + costs * (problem.batch * problem.heads_k - dealt.whole)
+
+
+def _ends(costs: list[list[float]], together: int, clusters: int) -> float:
+    """When all are done: key tiles of so many heads are dealt out as one."""
     busy = [0.0] * clusters
-    for first in range(0, len(order), together):
-        for tile in range(len(walks)):
-            for cost in order[first : first + together]:
-                heapq.heapreplace(busy, busy[0] + cost[tile])
-    under_work = min(len(order), max(together, ceil(clusters, len(walks)))) * _traffic(problem, dealt)
-    if has_all_keys(problem, t):  # each is read once, and there are no sums
-        return max(busy)
-    spilled = SPILLED_COST * SPILLED_KEYS / cluster_keys(problem, t)  # fewer keys are fewer products of the same bytes
-    return max(busy) * (1 + spilled * max(0.0, math.log2(max(1, under_work) / HELD)))
+    for first in range(0, len(costs), together):
+        for tile in zip(*costs[first : first + together]):
+            for cost in tile:
+                heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy)
 
 
 def _traffic(problem: AttentionProblem, dealt: Dealt) -> int:
@@ -176,8 +206,7 @@ def dealt_out(
         return together, heads
     if others:
         walks = walks_of(problem, t.rows, cluster_keys(problem, t))
-        times = {n: _time(problem, t, walks, dealt, clusters, n) for n in (together, *others)}
-        together = min(times, key=lambda n: times[n] * (1 if n == together else WORTH_ALL))
+        together, _ = _best_order(problem, t, walks, dealt, clusters)
     spare = ceil(WAVES * clusters, key_tiles)
     if problem.deterministic and problem.right is None:
         spare = max(0, spare - together)  # a head is under work for as long as all of them
@@ -205,7 +234,12 @@ def _orders(problem: AttentionProblem, t: BackwardTile, dealt: Dealt, clusters: 
     if problem.right is not None:
         long = problem.seq_q > LONG
         together = even_rounds(heads, max(2, ceil(2 * CACHE, traffic)) if long else max(1, CACHE // traffic))
-        return (together, heads) if together < heads and heads * traffic <= ALL_CACHE else (together,)
+        # Or those that are under work at once in any case, and where there is room for them, all.
+        of_head = max(1, ceil(problem.seq_k, cluster_keys(problem, t)))
+        others = {heads} if heads * traffic <= ALL_CACHE else set()
+        if heads * of_head <= MANY_TILES * clusters:
+            others.add(even_rounds(heads, max(1, clusters // of_head)))
+        return together, *sorted(n for n in others if n > together)
     # The key tiles of a head add to dQ in order. Taken at once, each would wait for the one before: all but one stand
     # idle for some steps. So they are taken some steps apart, and in between those of other heads.
     if problem.deterministic:
