@@ -1,4 +1,5 @@
-"""Memory beyond inputs and results, of any pass, dtype and length: 4 times q's bytes, where that is much. No GPU."""
+"""Memory beyond inputs and results, of any pass, dtype and length: 4 times q's bytes, where that is much, or little
+beside 2 times. No GPU."""
 
 from __future__ import annotations
 
