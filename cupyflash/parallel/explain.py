@@ -10,7 +10,7 @@ from ..passes import BACKWARD, FORWARD
 from ..problem import FLOATS, ITEMSIZE, OPTIONS, check_layout, float_name
 from ..scalars import whole_number
 from .asked import EXCHANGES, parts
-from .rows import Rows, Span
+from .rows import Rows, Span, positive
 from .steps import Band, Round, arriving, band_of, lighter, rounds, usual_groups
 
 _CHECKS = {row.name: row.check for row in OPTIONS}
@@ -95,9 +95,7 @@ def explain(
     if any(whole_number(x) is None or x < 0 for x in shape):
         raise ValueError(f"shape is {shape!r}; it must be four lengths, whole numbers of at least 0")
     batch, length, heads, dim = shape if layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
-    if heads_k is not None and whole_number(heads_k) is None:
-        raise TypeError(f"heads_k is {heads_k!r}; it must be a whole number, or None: as many as q has")
-    hk = heads if heads_k is None else heads_k
+    hk = heads if heads_k is None else positive("heads_k", heads_k)
     if length != rows.length:
         raise ValueError(f"shape is {shape}, with {length} rows; it must have those of rows, {rows.length}")
     if hk < 1 or heads % hk:
