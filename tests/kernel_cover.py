@@ -74,6 +74,13 @@ def problem(dtype: str, dim: int = 64, dim_v: int | None = None, **fields: Any) 
     return AttentionProblem(dtype=dtype, dim=dim, dim_v=dim if dim_v is None else dim_v, **fields)
 
 
+def measured(call: list[Any]) -> AttentionProblem:
+    """That of a row of measured_*.json."""
+    batch, seq_q, seq_k, heads_q, heads_k, dim, causal, left = call
+    masked: dict[str, Any] = {"causal": "bottom_right", "right": 0, "left": left} if causal else {}
+    return problem("bfloat16", dim, batch=batch, seq_q=seq_q, seq_k=seq_k, heads_q=heads_q, heads_k=heads_k, **masked)
+
+
 def moving(problem: AttentionProblem, names: Collection[str] = ()) -> AttentionProblem:
     """With tangents of these arrays; of all that may have one, where none is named."""
     read = [x.key for x in problem.score.arrays if x.kind == "float"] if problem.score else []

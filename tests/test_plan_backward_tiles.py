@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_cover import problem
+from kernel_cover import measured, problem
 from test_plan import H200, constants
+from test_workspace import made
 
 from cupyflash.gpu.families import sm90_backward_cost
 from cupyflash.gpu.plan import plan
@@ -24,8 +25,8 @@ def test_rounds_of_heads_are_even() -> None:
             assert 1 <= n <= heads and (3 * together <= 4 * n <= 5 * together or n == heads)
             last, before = (heads - 1) % n + 1, (heads - 1) % min(together, heads) + 1
             assert last / n >= before / min(together, heads)
-    asked = problem("bfloat16", 160, batch=4, heads_q=16, heads_k=16, seq_q=4096, seq_k=4096, right=0)
-    assert dict(plan(asked, H200, BACKWARD).scalars)["together"] == 8  # of 64; 7 would leave one
+    chosen = made(BACKWARD, "bfloat16", 160, (4, 16, 16), 4096, H200, right=0)
+    assert dict(chosen.scalars)["together"] == 8  # of 64; 7 would leave one
 
 
 def test_rounds_have_all_heads_that_are_under_work_at_once() -> None:
@@ -38,22 +39,16 @@ def test_rounds_have_all_heads_that_are_under_work_at_once() -> None:
         ((64, 8, 8), 1024, 1, 16),  # no heads share keys, and the cache holds as many
         ((4, 32, 4), 2048, 2, 8),
     ):
-        batch, heads_q, heads_k = shape
-        sizes = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k, "seq_q": seq, "seq_k": seq}
-        told = dict(plan(problem("bfloat16", 128, **sizes, right=0), H200, BACKWARD).scalars)
+        told = dict(made(BACKWARD, "bfloat16", 128, shape, seq, H200, right=0).scalars)
         assert (told["shares"], told["together"]) == (shares, together)
 
 
 def test_the_way_that_key_tiles_are_dealt_out_is_nearly_the_fastest() -> None:
-    """Random calls, each with the microseconds of ways that were timed on an H200:
-    shares of a head's queries, first heads that are whole, heads together."""
+    """Random calls, each with the microseconds of ways that were timed on an H200: shares of a head's queries, first
+    heads that are whole, heads together."""
     regrets = []
     for row in json.loads((Path(__file__).parent / "measured_shares.json").read_text()):
-        batch, seq_q, seq_k, heads_q, heads_k, dim, causal, left = row["call"]
-        masked: dict[str, Any] = {"causal": "bottom_right", "right": 0, "left": left} if causal else {}
-        asked = problem("bfloat16", dim, batch=batch, seq_q=seq_q, seq_k=seq_k, heads_q=heads_q, heads_k=heads_k,
-                        diagonal=seq_k - seq_q, **masked)  # fmt: skip
-        told = dict(plan(asked, H200, BACKWARD).scalars)
+        told = dict(plan(measured(row["call"]), H200, BACKWARD).scalars)
         chosen = row["us"].get(" ".join(str(told[name]) for name in ("shares", "whole_heads", "together")))
         if chosen is not None:  # (others were not timed)
             regrets.append(chosen / min(row["us"].values()))
@@ -70,8 +65,7 @@ def test_shares_fill_waves() -> None:
 
 def test_tiles_whose_dq_is_no_sum_come_first() -> None:
     for keys, tile in ((84, (64, 96, True)), (100, (64, 64, True))):  # by two blocks of a cluster
-        sizes = {"batch": 195, "heads_q": 2, "heads_k": 2, "seq_q": keys, "seq_k": keys}
-        told = constants(plan(problem("bfloat16", 160, **sizes), H200, BACKWARD))
+        told = constants(made(BACKWARD, "bfloat16", 160, (195, 2, 2), keys, H200))
         assert (told["ROWS"], told["KEYS"], told["WHOLE_DQ"]) == tile
 
 
@@ -79,9 +73,7 @@ def test_backward_tiles_of_129_to_192_columns() -> None:
     """Warpgroups own their keys where registers hold the sums, and key tiles of 128 keep multiprocessors at work."""
 
     def tile(dim: int, dim_v: int, shape: tuple[int, int, int], seq: int, **fields: Any) -> tuple[int, ...]:
-        batch, heads_q, heads_k = shape
-        sizes = {"batch": batch, "heads_q": heads_q, "heads_k": heads_k, "seq_q": seq, "seq_k": seq}
-        told = constants(plan(problem("bfloat16", dim, dim_v, **sizes, **fields), H200, BACKWARD))
+        told = constants(made(BACKWARD, "bfloat16", dim, shape, seq, H200, dim_v=dim_v, **fields))
         return tuple(told[name] for name in ("ROWS", "KEYS", "WARPGROUPS", "DO_STAGES"))
 
     many = (4, 16, 16)
@@ -116,11 +108,7 @@ def test_sums_of_shares_are_as_many_as_a_thread_holds() -> None:
 @pytest.mark.parametrize(
     ("dims", "own", "rounded"),
     [
-        (
-            (72, 80),
-            (96, 80),
-            (80, 80),
-        ),  # (the forward's sums of Q and K run along DOT)
+        ((72, 80), (96, 80), (80, 80)),  # (the forward's sums of Q and K run along DOT)
         ((128, 100), (128, 112), (128, 112)),
         ((64, 40), (64, 64), (64, 64)),
         ((130, 144), (192, 144), (144, 144)),

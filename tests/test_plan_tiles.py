@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cover import BIAS, GIVEN, problem
+from kernel_cover import BIAS, GIVEN, measured, problem
 from test_plan import A100, B200, H200, L40, constants, scalars
 
 from cupyflash.gpu.families import shares, sm90_backward_cost
@@ -142,11 +142,7 @@ def test_of_short_sequences_the_tile_that_is_chosen_is_nearly_the_fastest(of: Pa
     """Random calls, each with the microseconds of every tile that was timed on an H100 (bench/shapes.py draws such)."""
     regrets = []
     for row in json.loads((Path(__file__).parent / "measured_tiles.json").read_text())[of.name]:
-        batch, seq_q, seq_k, heads_q, heads_k, dim, causal, left = row["call"]
-        masked: dict[str, Any] = {"causal": "bottom_right", "right": 0, "left": left} if causal else {}
-        asked = problem("bfloat16", dim, batch=batch, seq_q=seq_q, seq_k=seq_k, heads_q=heads_q, heads_k=heads_k,
-                        diagonal=seq_k - seq_q, **masked)  # fmt: skip
-        told = constants(plan(asked, H200, of))
+        told = constants(plan(measured(row["call"]), H200, of))
         names = ("WARPGROUPS", "KEYS", "STAGES", "BLOCKS", "PACK") if of is FORWARD else ("ROWS", "KEYS", "WARPGROUPS")
         times = row["us"]
         chosen = times.get(" ".join(str(told[name]) for name in names))
