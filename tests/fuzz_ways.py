@@ -93,8 +93,8 @@ def changes_for(kind: Any, x: Inputs) -> list[str]:
     needs = {
         "slopes": "alibi_slopes" in x.given, "hidden": x.key_mask is not None or "mask" in x.given,
         "nan": not hides and 0 not in (x.q.size, x.v.size),
-        "infinite": not (hides or kind.negative or kind.softcap) and x.q.size > 0 and x.k.shape[1] > 1
-        and kind.library in ("numpy", "cupy"),
+        "infinite": not (hides or kind.negative or kind.softcap or kind.latent) and x.q.size > 0 and x.k.shape[1] > 1
+        and kind.library in ("numpy", "cupy"),  # (latent: V has the infinity, too, and 0 times that is NaN)
     }  # fmt: skip
     return [name for name in CHANGES if needs.get(name, True)]
 

@@ -277,13 +277,16 @@ def product(*given, **more):
         while threading.get_ident() != main and not joins():
             time.sleep(0.001)
         os.kill(parent, signal.SIGUSR1)
+        while threading.get_ident() != main and not forked.wait(0.01):
+            os.kill(parent, signal.SIGUSR1)  # it may have looked for signals just before it began to wait
     if threading.get_ident() != main:
         forked.wait(60)  # none is within BLAS, whose locks the new process would have, too
     plain(*given, **more)
 forked, child = threading.Event(), None
 def fork(*_):
     global child
-    child = os.fork()
+    if child is None:
+        child = os.fork()
     if child or sys.argv[1] == "none":  # in the child a thread that is not there may hold the event's lock
         forked.set()
 signal.signal(signal.SIGUSR1, fork)
