@@ -12,7 +12,7 @@ import pytest
 import threadpoolctl
 from reference import fresh_rng, state
 
-from cupyflash import cpu
+from cupyflash import attention, attention_backward, cpu
 from cupyflash.cpu import blas, crew, tiles
 from cupyflash.problem import AttentionProblem
 
@@ -257,6 +257,26 @@ def test_a_fork_while_others_compute(size):
     problem = AttentionProblem("float32", 1, size, size, 4, 4, 64, 64, 1.0)
     assert crew.worth_threads(problem) == (size == 500) and not crew.stays_here(problem)
     assert run_python(FORKS, str(size), OMP_NUM_THREADS="2").split() == ["0", "20"]
+
+
+@pytest.mark.parametrize(
+    "dtype, shape", [("float64", (3, 300, 4, 16)), ("float32", (8, 256, 2, 32)), ("float16", (16, 200, 4, 32))]
+)
+def test_bits_of_an_entry_do_not_depend_on_the_batch(dtype, shape, rng):
+    """With batch_invariant=True. Products of one alone are cut."""
+    sizes = [AttentionProblem(dtype, n, shape[1], shape[1], shape[2], shape[2], shape[3], shape[3], 1.0)
+             for n in (1, shape[0])]  # fmt: skip
+    assert [crew.cuts(x) for x in sizes] == [True, False]
+    q, k, v, dout = (rng.standard_normal(shape).astype(dtype) for _ in range(4))
+
+    def results(at):
+        out, lse = attention(q[at], k[at], v[at], return_lse=True, batch_invariant=True)
+        return [out, lse, *attention_backward(dout[at], q[at], k[at], v[at], out, lse, batch_invariant=True)]
+
+    together = results(slice(None))
+    for n in (0, shape[0] - 1):
+        for x, y in zip(together, results(slice(n, n + 1))):
+            assert x[n : n + 1].tobytes() == y.tobytes()
 
 
 FORKED_WITHIN = """

@@ -54,8 +54,11 @@ def _needs_no_holding(problem: AttentionProblem) -> bool:
 
 def cuts(problem: AttentionProblem) -> bool:
     """Whether products are cut. (They may be other bits than whole ones: so it follows from the problem alone.)"""
-    side = max(problem.seq_q, problem.seq_k) * max(problem.dim, problem.dim_v)
-    little = side <= CUT_SIDES and multiplications(problem) <= CUT_CALLS and not worth_threads(problem)
+    side, count = max(problem.seq_q, problem.seq_k) * max(problem.dim, problem.dim_v), multiplications(problem)
+    if problem.batch_invariant:  # as if each entry of the batch were alone
+        little = side <= CUT_SIDES and count <= CUT_CALLS * problem.batch
+    else:
+        little = side <= CUT_SIDES and count <= CUT_CALLS and not worth_threads(problem)
     return little and _of_a_product(problem) > WORTH_HOLDING
 
 
@@ -119,7 +122,7 @@ class Crew:
 
         def alone() -> None:
             inside.append(None)
-            member.of_a_crew = True
+            member.of_a_crew, member.cuts = True, self._cuts
             if not self.stopped:
                 with one_thread:
                     work()
