@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import ml_dtypes
 import numpy as np
+import pytest
 
-from cupyflash import attention, attention_backward
+from cupyflash import attention, attention_backward, attention_jvp
 from cupyflash.cpu import hiding
+from cupyflash.score import where
 
 
 def test_masks_that_change_between_calls(rng):
@@ -44,3 +48,27 @@ def test_what_is_shared_goes_with_its_array():
     del seen
     gc.collect()
     assert number not in hiding._shared
+
+
+@pytest.mark.parametrize("by", ["bias", "score"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_the_lowest_number_hides_as_minus_infinity_does(dtype, by, rng):
+    """Whole rows, and what is not finite in others; in every pass, bit by bit."""
+    work = np.dtype("float64" if dtype == "float64" else "float32")
+    q, k, v, dout, tq = rng.standard_normal((5, 2, 70, 2, 8)).astype(getattr(ml_dtypes, dtype, dtype))
+    v[:, 3, :, 5] = np.nan
+    bias = rng.standard_normal((2, 70, 70)).astype(work)
+    bias[0, :40], bias[:, :, 3] = -np.inf, -np.inf
+
+    def found(lowest: float) -> list[Any]:
+        options: Any = {"bias": np.where(np.isneginf(bias), work.type(lowest), bias)}
+        if by == "score":
+            options = {"score": lambda s, b, h, i, j: where((h == 0) & (i < 40) | (j == 3), lowest, s)}
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        grads = attention_backward(dout, q, k, v, out, lse, dlse=lse, **options)
+        return [out, lse, *grads[:3], *attention_jvp({"q": tq}, q, k, v, out, lse, **options)]
+
+    wanted = found(-np.inf)
+    assert np.isneginf(wanted[1][:, 0, :40]).all() and np.isfinite(wanted[0].astype("f4")).all()
+    for x, y in zip(found(float(np.finfo(work).min)), wanted):
+        np.testing.assert_array_equal(x, y)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from backends import CPU, Backend, in_turn, on_pairs_with_scores
@@ -252,6 +253,26 @@ def test_rows_that_a_bias_hides(backend: Backend, dtype: str, value: str, rng: n
     for name, x in found.items():
         rows = {"out": np.s_[:, :100], "lse": np.s_[:, :, :100]}.get(name, np.s_[:])
         assert_as_good(x[rows], getattr(exact, name)[rows], getattr(own, name)[rows], name)
+
+
+@pytest.mark.parametrize("of_bias", ["float32", "own"])
+@on_pairs_with_scores
+def test_the_lowest_bias_is_minus_infinity(
+    backend: Backend, dtype: str, of_bias: str, rng: np.random.Generator
+) -> None:
+    """Of float32 and bfloat16, and of float64 in its own range: whole rows of it see no key."""
+    given = DTYPES[dtype] if of_bias == "own" or dtype == "float64" else np.float32
+    if given is np.float16:
+        return  # whose lowest number is a score like others
+    inputs = draw_inputs(rng, dtype, seq=(130, 150), heads=(4, 2), given=("bias",))
+    bias = inputs.given["bias"].astype(given)
+    bias[:, 1, 40:90], bias[:, 2, :, ::2] = ml_dtypes.finfo(given).min, ml_dtypes.finfo(given).min
+    found = run(backend, inputs._replace(given={"bias": bias}), bias=backend.put(bias))
+    hidden = np.where(bias == ml_dtypes.finfo(given).min, -np.inf, bias).astype(given)
+    exact, own = expected(inputs._replace(given={"bias": hidden}))
+    assert not found["out"][:, 40:90, 1].any() and np.isneginf(found["lse"][:, 1, 40:90]).all()
+    for name, x in found.items():
+        assert_as_good(x, getattr(exact, name), getattr(own, name), name)
 
 
 @on_pairs_with_scores

@@ -14,7 +14,7 @@ from ..problem import AttentionProblem
 from .crew import Crew, cuts, member, stays_here
 from .entries import Entries, of_queries
 from .hiding import hide, silence
-from .pairs import Pairs, Place
+from .pairs import LOWEST, Pairs, Place
 from .tiles import (
     TERMS,
     Tiling,
@@ -28,9 +28,6 @@ from .tiles import (
     rows_of,
     work_dtype,
 )
-
-# The lowest number, not -inf: a row that has seen no key yet must not compute inf - inf.
-LOWEST = {np.dtype(x): np.finfo(x).min for x in (np.float32, np.float64)}
 
 
 def forward(
@@ -161,6 +158,7 @@ def online_softmax(
     work, (*heads, n, _) = qi.dtype, qi.shape
     scores = pairs.tile(heads, n, most_keys, work)
     shape = *heads, n, vh.shape[-1]
+    # Not -inf: a row that has seen no key yet must not compute inf - inf.
     top, total = np.full((*heads, n, 1), LOWEST[work]), np.zeros((*heads, n, 1))
     acc = part = None
     for at in places:

@@ -17,6 +17,8 @@ from .score import ScoreFunction
 
 T = TypeVar("T")
 OfPairs = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of the keys that queries stand on, and of keys
+# Scores below are -inf, as in the kernels, which multiply them by log2(e).
+LOWEST = {np.dtype(x): x(-np.finfo(x).max * math.log(2)) for x in (np.float32, np.float64)}
 
 
 class Place(NamedTuple):
@@ -167,7 +169,8 @@ class Pairs:
 
     def visible_by_score(self, seen: np.ndarray | None, s: np.ndarray) -> np.ndarray:
         """The same without those that a bias or a score function gave the score -inf: these are hidden, too."""
-        return s != -np.inf if seen is None else seen & (s != -np.inf)
+        own = ~(s < LOWEST[s.dtype])
+        return own if seen is None else seen & own
 
     def _band(self, at: Place) -> np.ndarray | None:
         """What causal and window leave; None where they leave all."""
