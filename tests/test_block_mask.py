@@ -466,11 +466,12 @@ def test_documents_of_another_batch_are_refused(ids: tuple[int, ...], keys: tupl
 
 @pytest.mark.parametrize("kinds", ["full", "partial", "empty"])
 def test_explain_tells_what_share_is_computed(kinds: str) -> None:
-    """Of blocks that hold something, full or not."""
+    """By the blocks that hold nothing, beside which no other share is told."""
     pairs = np.zeros((1, 1, 64, 64), bool)
     pairs[..., :32, :32] = kinds == "full"
     pairs[..., 0, 0] |= kinds == "partial"
     pairs[..., 32:, 32:] = True
     mask = block_mask(pairs, block=32)
     table = str(cupyflash.explain((1, 64, 2, 64), dtype="bf16", arch="sm_90a", block_mask=mask))
-    assert f"so that {25 if kinds == 'empty' else 50}.0% of what is counted here is computed" in table
+    assert f"; the empty ones, {75 if kinds == 'empty' else 50}.0% of them, cost nothing" in table
+    assert "\nFLOPs        at most 2.097 MFLOP" in table and "% of the scores are computed" not in table

@@ -33,6 +33,39 @@ def test_explain_on_the_cpu(no_gpu: None, rng: np.random.Generator) -> None:
     assert 'name one to plan for it, as in arch="sm_90a"' in str(shapes)
 
 
+def test_explain_tells_of_copies_on_the_cpu(no_gpu: None) -> None:
+    """What BLAS cannot read where it is."""
+    x, wide = np.zeros((1, 5, 4, 8)), np.zeros((1, 8, 4, 5))
+    cases = (
+        (x[:, ::2, :, :4], np.zeros((1, 4, 3, 8)).swapaxes(1, 2), ()),
+        (x, wide.swapaxes(1, 3), ("v, because the numbers of its rows do not lie side by side",)),
+        (np.broadcast_to(x[:, :1], x.shape), x[:, ::-1], tuple(f"{n}, because its rows do not lie one" for n in "kv")),
+    )
+    for k, v, want in cases:
+        told = cupyflash.explain(np.zeros((1, 2, 4, k.shape[3])), k, v)
+        assert len(told.copies) == len(want) and all(map(str.startswith, told.copies, want))
+        assert ("every input is read where it is" in str(told)) == (not want)
+    turned = cupyflash.explain(
+        x.swapaxes(1, 2), x.swapaxes(1, 2), layout="bhsd", tangents={"k": wide.transpose(0, 2, 3, 1)}
+    )
+    assert turned.copies == ("tk, because the numbers of its rows do not lie side by side",)
+    told = cupyflash.explain(x[:, :2], x, seqlens_k=np.array([5]), page_table=np.array([[0]]))
+    assert told.copies == ("k, because its rows lie in pages", "v, because its rows lie in pages")
+
+
+def test_explain_of_what_jax_traces(no_gpu: None) -> None:
+    """Planned as shapes are, as nobody knows yet where it runs."""
+    jax = pytest.importorskip("jax")
+    told = []
+
+    def call(x: object) -> object:
+        told.append([cupyflash.explain(x, causal=True, arch=arch) for arch in (None, "sm_90a")])
+        return x
+
+    jax.eval_shape(call, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16"))
+    assert [(x.device, x.family) for x in told[0]] == [("cpu", "numpy"), ("sm_90a", "sm90")]
+
+
 def test_public_functions_are_not_hidden_by_modules() -> None:
     """A module named like a function of the package would take its place when it is first imported."""
     modules = {path.stem for path in Path(cupyflash.__file__).parent.iterdir()}

@@ -412,7 +412,12 @@ def _array(option: str, name: str, path: Path) -> Any:
 
 def _score_arrays(score: str, given: list[str]) -> dict[str, Path]:
     """The files of the arrays that a score reads, by name, from NAME=FILE for each."""
+    from ..score.expression import parse
+    from ..score.graph import Graph, ScoreArray
+
     reads = sorted(set(re.findall(r"([A-Za-z_]\w*)\s*\[", score)))  # only arrays have an index
+    if score and not reads:  # perhaps as it is no expression
+        parse(score, Graph(), tuple(ScoreArray(text.partition("=")[0], "float32", 0) for text in given))
     paths: dict[str, Path] = {}
     for text in given:
         name, _, path = text.partition("=")

@@ -28,6 +28,7 @@ from ..problem import (
     complete,
     contiguous,
     float_name,
+    to_bshd,
 )
 from . import wording
 from .wording import plain, si
@@ -90,7 +91,7 @@ class Explanation:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
             rows.append(("  resources", wording.resources(kernel.registers, kernel.spills, kernel.shared_memory)))
         rows += [
-            ("FLOPs", f"{'at most ' * p.shifts}{si(self.flops, 1000)}FLOP"),
+            ("FLOPs", f"{'at most ' * (p.shifts or p.block_mask is not None)}{si(self.flops, 1000)}FLOP"),
             ("bytes moved", f"at least {si(self.bytes_moved)}B" + wording.of_which(self.optional)),
             ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
             ("workspace", ", ".join(f"{name} {si(size)}B" for name, size in self.workspace.items()) or "none"),
@@ -193,7 +194,7 @@ def explain(
     if device == "cpu" and arch is None:
         if family is not None:
             _refuse_family(family, views["q"])
-        found = _on_cpu(problem, views, what, shapes=isinstance(q, tuple))
+        found = _on_cpu(problem, views, what, given.get("layout", "bshd"), shapes=isinstance(q, tuple))
     else:
         ordinal = 0 if device == "cpu" else int(device.partition(":")[2])
         through_lse = given.get("dlse") is not None or problem.moves("dlse")
@@ -249,8 +250,8 @@ def _of_blocks(block_mask: Any) -> tuple[str, ...]:
         return ()
     counts = block_mask.counts()
     said = ", ".join(f"{n:,} {name}" for name, n in counts.items())
-    share = 1 - counts["empty"] / max(1, sum(counts.values()))
-    return (f"block mask: {said} blocks, so that {share:.1%} of what is counted here is computed",)
+    share = counts["empty"] / max(1, sum(counts.values()))
+    return (f"block mask: {said} blocks; the empty ones, {share:.1%} of them, cost nothing",)
 
 
 def _refuse_family(family: str, q: View) -> None:
@@ -263,7 +264,7 @@ def _refuse_family(family: str, q: View) -> None:
     raise ValueError(f"family is {family!r}, but no GPU can be used here; name one to plan for it, as in arch='sm_90a'")
 
 
-def _on_cpu(problem: AttentionProblem, views: dict[str, View], of: Pass, shapes: bool) -> Explanation:
+def _on_cpu(problem: AttentionProblem, views: dict[str, View], of: Pass, layout: str, shapes: bool) -> Explanation:
     notes = []
     if problem.dtype in ("float16", "bfloat16", FLOAT8):
         notes.append(f"{problem.dtype} is computed in float32, tile by tile")
@@ -271,8 +272,22 @@ def _on_cpu(problem: AttentionProblem, views: dict[str, View], of: Pass, shapes:
         notes.append('no GPU can be used here; name one to plan for it, as in arch="sm_90a"')
     return Explanation(
         problem, of.name, "cpu", "none" if problem.empty else "numpy", {}, (), problem.flops(of),
-        bytes_moved(problem, views, of), {}, (), (), tuple(notes),
+        bytes_moved(problem, views, of), {}, _copies_on_cpu(problem, views, layout), (), tuple(notes),
     )  # fmt: skip
+
+
+def _copies_on_cpu(problem: AttentionProblem, views: dict[str, View], layout: str) -> tuple[str, ...]:
+    """Of K, V and their tangents, which BLAS reads where they are if it can (cpu.tiles.operand)."""
+    copies = []
+    for name in [x for x in ("k", "v", "tk", "tv") if x in views and not problem.empty]:
+        _, row, _, number = to_bshd(views[name].strides, layout, fill=0)
+        if problem.page is not None:
+            copies.append(f"{name}, because its rows lie in pages")
+        elif number != 1:
+            copies.append(f"{name}, because the numbers of its rows do not lie side by side")
+        elif row < views[name].shape[-1]:
+            copies.append(f"{name}, because its rows do not lie one behind the other")
+    return tuple(copies)
 
 
 def _on_gpu(
@@ -382,7 +397,7 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         view = interop.view(lib, name, interop.adopted(lib, {name: x})[name])
         if name not in ARRAY_RULES and float_name(dtype) not in (None, view.dtype):
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
-        return view
+        return view if view.device else view._replace(device=_place_of_shapes(arch))  # of one that JAX traces
     dtype = dtype if name in ("k", "v") and dtype in EIGHT else dtype_name(dtype)
     try:
         shape = tuple(operator.index(n) for n in x)
@@ -394,8 +409,11 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
         dtype = ARRAY_RULES[name].taken(dtype or "")[0]
     elif dtype is None:
         raise TypeError(f"{name} is a shape, {shape}; dtype must be given with it, as in dtype='bfloat16'")
-    where = "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
-    return View(shape, contiguous(shape), dtype, where, "shape")
+    return View(shape, contiguous(shape), dtype, _place_of_shapes(arch), "shape")
+
+
+def _place_of_shapes(arch: str | None) -> str:
+    return "cuda:0" if arch is not None or _gpu_at_hand() else "cpu"
 
 
 def dtype_name(dtype: Any) -> str | None:
