@@ -54,11 +54,9 @@ def _needs_no_holding(problem: AttentionProblem) -> bool:
 
 def cuts(problem: AttentionProblem) -> bool:
     """Whether products are cut. (They may be other bits than whole ones: so it follows from the problem alone.)"""
-    side, count = max(problem.seq_q, problem.seq_k) * max(problem.dim, problem.dim_v), multiplications(problem)
-    if problem.batch_invariant:  # as if each entry of the batch were alone
-        little = side <= CUT_SIDES and count <= CUT_CALLS * problem.batch
-    else:
-        little = side <= CUT_SIDES and count <= CUT_CALLS and not worth_threads(problem)
+    side = max(problem.seq_q, problem.seq_k) * max(problem.dim, problem.dim_v)
+    most = CUT_CALLS * (problem.batch if problem.batch_invariant else 1)  # as if each entry were alone
+    little = side <= CUT_SIDES and multiplications(problem) <= most
     return little and _of_a_product(problem) > WORTH_HOLDING
 
 
