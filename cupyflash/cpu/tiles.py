@@ -116,8 +116,12 @@ def operand(x: np.ndarray, work: Any) -> np.ndarray:
     """x as BLAS takes it: the elements of a row lie side by side, wherever the rows are."""
     x = x.astype(work, copy=False)
     row, element = x.strides[-2:]
-    side_by_side = element == x.itemsize and row % element == 0 and row >= x.shape[-1] * element
-    return x if side_by_side else np.ascontiguousarray(x)
+    return x if lies_for_blas(x.shape[-1], row, element, x.itemsize) else np.ascontiguousarray(x)
+
+
+def lies_for_blas(columns: int, row: int, element: int, size: int = 1) -> bool:
+    """Whether BLAS reads rows of so many elements where they are. Strides and size in one unit."""
+    return element == size and row % size == 0 and row >= columns * size
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, seen: np.ndarray | None = None) -> None:

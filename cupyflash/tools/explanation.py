@@ -11,6 +11,7 @@ from typing import Any
 from .. import cached, interop, lengths, rules
 from .. import latent as of_latent
 from .. import tangents as of_tangents
+from ..cpu.tiles import lies_for_blas
 from ..given import placed
 from ..gradients import apart, check_wrt
 from ..passes import FORWARD, JVP, PASSES, Pass, pass_named
@@ -91,7 +92,7 @@ class Explanation:
             rows.append(("kernel", f"{kernel.name}: {kernel.grid:,} blocks of {kernel.threads} threads"))
             rows.append(("  resources", wording.resources(kernel.registers, kernel.spills, kernel.shared_memory)))
         rows += [
-            ("FLOPs", f"{'at most ' * (p.shifts or p.block_mask is not None)}{si(self.flops, 1000)}FLOP"),
+            ("FLOPs", f"{'at most ' * wording.is_a_bound(p)}{si(self.flops, 1000)}FLOP"),
             ("bytes moved", f"at least {si(self.bytes_moved)}B" + wording.of_which(self.optional)),
             ("intensity", f"{self.intensity:,.1f} FLOP per byte"),
             ("workspace", ", ".join(f"{name} {si(size)}B" for name, size in self.workspace.items()) or "none"),
@@ -277,16 +278,17 @@ def _on_cpu(problem: AttentionProblem, views: dict[str, View], of: Pass, layout:
 
 
 def _copies_on_cpu(problem: AttentionProblem, views: dict[str, View], layout: str) -> tuple[str, ...]:
-    """Of K, V and their tangents, which BLAS reads where they are if it can (cpu.tiles.operand)."""
+    """Of K, V and their tangents, which BLAS reads where they are if it can."""
     copies = []
     for name in [x for x in ("k", "v", "tk", "tv") if x in views and not problem.empty]:
-        _, row, _, number = to_bshd(views[name].strides, layout, fill=0)
+        _, row, _, element = to_bshd(views[name].strides, layout, fill=0)
         if problem.page is not None:
             copies.append(f"{name}, because its rows lie in pages")
-        elif number != 1:
-            copies.append(f"{name}, because the numbers of its rows do not lie side by side")
-        elif row < views[name].shape[-1]:
-            copies.append(f"{name}, because its rows do not lie one behind the other")
+        elif not lies_for_blas(views[name].shape[-1], row, element):
+            what = "its rows do not lie one behind the other"
+            if element != 1:
+                what = "the numbers of its rows do not lie side by side"
+            copies.append(f"{name}, because {what}")
     return tuple(copies)
 
 

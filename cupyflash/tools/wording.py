@@ -28,8 +28,12 @@ def mask(p: AttentionProblem) -> str:
     parts += [ARRAY_RULES[x.name].label for x in p.given if x.dtype == "bool"]
     parts += [f"{ARRAY_RULES[x.name].label} read by kernels" for x in p.given if ARRAY_RULES[x.name].placed]
     share = p.visible / max(1, p.seq_q * p.seq_k)
-    of_band = not p.shifts and p.block_mask is None  # a note tells of blocks
-    return (", ".join(parts) or "none") + (f": {share:.1%} of the scores are computed" if of_band else "")
+    return (", ".join(parts) or "none") + ("" if is_a_bound(p) else f": {share:.1%} of the scores are computed")
+
+
+def is_a_bound(p: AttentionProblem) -> bool:
+    """Whether what is counted of a problem is the most that may be computed."""
+    return p.shifts or p.block_mask is not None
 
 
 def _rows_of_q(p: AttentionProblem) -> tuple[int, ...]:
