@@ -3,12 +3,14 @@
     python bench/shapes.py --seed 7 --count 50 [--pass forward] [--regret] [--seconds 300] [--out FILE]
     python bench/shapes.py --call "4 x 2048, 16/4 x 128, causal" [--call ...] --kernels ../before/kernels_cu
     python bench/shapes.py --call "8 x 197, 12 x 64" [--call ...] --eager | --recorded
+    python bench/shapes.py --call "8 x 960, 48/6 x 128, causal" [--call ...] --dealt
 
 Beside peers everybody is replayed from a CUDA graph, in turn; a row has the best peer's time over ours. The regret of a
 row is the time of the planner's tile over that of the fastest one. Then geometric means, worst rows, and how many are
 behind. --kernels: ours with the CUDA files of another state, and this one's plans, as the peer "before", alone.
 --eager: calls as they are, by the host's clock from the first of many until all are done. --recorded: so forward and
-backward together, as PyTorch's autograd records them, beside its own attention.
+backward together, as PyTorch's autograd records them, beside its own attention. --dealt: Hopper's backward with its key
+tiles dealt out in other ways, named by shares of a head's queries, first heads that are whole, and heads together.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ from cupyflash.bench.models import Call
 from cupyflash.bench.serving import _replayed
 from cupyflash.bench.suite import Options, compare, importable, take_turns
 from cupyflash.gpu import corridor, programs, source
-from cupyflash.gpu.device import current
+from cupyflash.gpu.device import Arch, current
+from cupyflash.gpu.families import sm90_backward
+from cupyflash.gpu.families import sm90_backward_cost as cost
+from cupyflash.gpu.families.sm90_backward_tiles import cluster_keys
 from cupyflash.gpu.plans import plans
 from cupyflash.gpu.source import generate
 from cupyflash.passes import PASSES, Pass
-from cupyflash.problem import View, contiguous
+from cupyflash.problem import AttentionProblem, View, contiguous
 from cupyflash.tools.precompile import Job, compile_all
 from cupyflash.tools.timing import Candidate, geomean, interleave, wall_sampler
 
@@ -45,6 +50,7 @@ WORK = 2e9, 1.5e12  # floating-point operations of a forward: from calls that a 
 PEERS = ("cudnn", "fa3")
 RECORDED = {"ours": None, "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 CALLS = 8  # in one CUDA graph
+MOST_SUMS = 512 << 20  # bytes of float32 sums of shares
 _CALL = re.compile(r"(\d+) x (\d+)(?: on (\d+))?, (\d+)(?:/(\d+))? x (\d+)(?:, (causal)|, window (\d+))?")
 
 
@@ -102,15 +108,19 @@ def _forget() -> None:
     source.inlined.cache_clear()
 
 
+def described(call: Call, of: Pass) -> AttentionProblem:
+    shapes = {"q": (call.batch, call.seq, call.heads, call.dim)}
+    shapes |= dict.fromkeys("kv", (call.batch, call.keys, call.heads_k, call.dim))
+    views = {name: View(x, contiguous(x), "bfloat16", "cuda:0", "torch") for name, x in shapes.items()}
+    window = None if call.window is None else (call.window, 0)
+    return rules.for_pass(rules.describe(**views, causal=call.causal, window=window), of)
+
+
 def compile_ahead(calls: list[Call], passes: list[Pass]) -> None:
     """What ours run, on all cores: one by one it would take longer than they do."""
-    arch, work = current(0), {}
+    arch, work = current(0), dict[str, Job]()
     for call, of in itertools.product(calls, dict.fromkeys((PASSES["forward"], *passes))):
-        shapes = {"q": (call.batch, call.seq, call.heads, call.dim)}
-        shapes |= dict.fromkeys("kv", (call.batch, call.keys, call.heads_k, call.dim))
-        views = {name: View(x, contiguous(x), "bfloat16", "cuda:0", "torch") for name, x in shapes.items()}
-        window = None if call.window is None else (call.window, 0)
-        problem = rules.for_pass(rules.describe(**views, causal=call.causal, window=window), of)
+        problem = described(call, of)
         work |= {generate(x): Job(problem, of, x) for x in plans(problem, arch, of, None) if x}
     for _ in compile_all([*work.values()]):
         pass
@@ -184,6 +194,45 @@ def beside_tiles(call: Call, of: Pass) -> tuple[dict[str, float], dict[str, str]
     return seconds, {str(x.tile): x.note for x in found.trials if x.note.startswith("wrong")}
 
 
+def ways(call: Call, arch: Arch) -> dict[str, tuple[cost.Dealt, int]]:
+    """Some ways to deal out a backward's key tiles, by their names."""
+    problem = described(call, PASSES["backward"])
+    found = sm90_backward.fit(problem, arch, None)
+    if found is None:
+        return {}
+    t, heads = found.tile, problem.batch * problem.heads_k
+    clusters, key_tiles = max(1, t.blocks * arch.sms // t.cluster), -(-problem.seq_k // cluster_keys(problem, t))
+    query_tiles, wave = problem.group * -(-problem.seq_q // t.rows), -(-clusters // key_tiles)
+    tried = [cost.Dealt(n) for n in (1, 2, 3, 4, 6, 8, 12, 16)]
+    tried += [cost.Dealt(n, heads - last) for n in (2, 4, 6) for last in (1, 2, wave) if last < heads]
+    made: dict[str, tuple[cost.Dealt, int]] = {}
+    for dealt in tried:
+        sums = 4 * dealt.shares * (heads - dealt.whole) * problem.seq_k * (problem.dim + problem.dim_v)
+        if dealt.shares <= query_tiles and (dealt.shares == 1 or sums <= MOST_SUMS):
+            for together in cost._orders(problem, t, dealt, clusters):
+                made[f"{dealt.shares} {dealt.whole} {together}"] = dealt, together
+    return made
+
+
+def beside_ways(call: Call, of: Pass) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of the planner's way and of others."""
+    case = models.draw(call, "bfloat16", 0)
+
+    def dealt_out(dealt: cost.Dealt, together: int, case: peers.Case, of: Pass) -> Candidate:
+        with (
+            mock.patch.object(cost, "shares", lambda *_: dealt),
+            mock.patch.object(cost, "_orders", lambda *_: (together,)),
+            kernels_of(source.kernels_folder()),
+        ):
+            return _replayed(peers.ours(), [case] * CALLS, case, of)
+
+    prepares: dict[str, peers.Prepare] = {"ours": lambda case, of: _replayed(peers.ours(), [case] * CALLS, case, of)}
+    prepares |= {name: functools.partial(dealt_out, *way) for name, way in ways(call, current(0)).items()}
+    candidates, notes = compare(prepares, case, of)
+    seconds, more = take_turns(candidates, Options(rounds=4, min_ms=3), patience=0.1)
+    return {name: t / CALLS for name, t in seconds.items()}, notes | more
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -193,6 +242,7 @@ def main() -> None:
     beside.add_argument("--regret", action="store_true")
     beside.add_argument("--eager", action="store_true")
     beside.add_argument("--recorded", action="store_true")
+    beside.add_argument("--dealt", action="store_true")
     parser.add_argument(
         "--call", type=read, action="append", help="a call, as rows print it, in the place of random ones"
     )
@@ -204,7 +254,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.recorded and args.of:
         parser.error("--pass is given beside --recorded, which is of both together")
-    named = ("backward",) if args.recorded else args.of or ("forward", "backward")
+    if args.dealt and args.of not in (None, ["backward"]):
+        parser.error("--dealt is of the backward alone")
+    named = ("backward",) if args.recorded or args.dealt else args.of or ("forward", "backward")
     draw, passes = random.Random(args.seed), [PASSES[name] for name in named]
     calls = args.call or [drawn(draw) for _ in range(args.count)]
     compile_ahead(calls, passes)
@@ -212,12 +264,15 @@ def main() -> None:
         with kernels_of(args.kernels):
             compile_ahead(calls, passes)
     rows: list[dict[str, Any]] = []
+    regret = args.regret or args.dealt
     begin = time.monotonic()
     for call, of in itertools.product(calls, passes):
         if time.monotonic() - begin > args.seconds:
             break
         if args.regret:
             seconds, notes = beside_tiles(call, of)
+        elif args.dealt:
+            seconds, notes = beside_ways(call, of)
         elif args.eager or args.recorded:
             seconds, notes = eagerly(call, of, args.recorded)
         else:
@@ -232,7 +287,7 @@ def main() -> None:
         if "ours" not in us or not others:
             continue
         best = min(others, key=others.__getitem__)
-        ratio = us["ours"] / min(us.values()) if args.regret else others[best] / us["ours"]
+        ratio = us["ours"] / min(us.values()) if regret else others[best] / us["ours"]
         rows.append({"pass": of_pass, "call": str(call), "ratio": ratio, "us": us})
         print(f"{ratio:6.3f} {what} {us['ours']:9.1f} us, {best} {others[best]:9.1f}", flush=True)
     if args.out:
@@ -240,7 +295,7 @@ def main() -> None:
     for name in dict.fromkeys(row["pass"] for row in rows):
         ratios = sorted(row["ratio"] for row in rows if row["pass"] == name)
         behind = f"{sum(x < 1 for x in ratios)} below 1, {sum(x < 0.95 for x in ratios)} below 0.95, "
-        worst = f"worst {ratios[-1]:.3f}" if args.regret else f"{behind}worst {ratios[0]:.3f}"
+        worst = f"worst {ratios[-1]:.3f}" if regret else f"{behind}worst {ratios[0]:.3f}"
         print(f"{name}: {len(ratios)} shapes, geometric mean {geomean(ratios):.3f}, {worst}")
 
 

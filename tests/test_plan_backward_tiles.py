@@ -44,8 +44,8 @@ def test_rounds_have_all_heads_that_are_under_work_at_once() -> None:
 
 
 def test_the_way_that_key_tiles_are_dealt_out_is_nearly_the_fastest() -> None:
-    """Random calls, each with the microseconds of ways that were timed on an H200: shares of a head's queries, first
-    heads that are whole, heads together."""
+    """Random calls, each with the microseconds of ways that were timed on an H200 (bench/shapes.py --dealt times such):
+    shares of a head's queries, first heads that are whole, heads together."""
     regrets = []
     for row in json.loads((Path(__file__).parent / "measured_shares.json").read_text()):
         told = dict(plan(measured(row["call"]), H200, BACKWARD).scalars)
@@ -53,7 +53,7 @@ def test_the_way_that_key_tiles_are_dealt_out_is_nearly_the_fastest() -> None:
         if chosen is not None:  # (others were not timed)
             regrets.append(chosen / min(row["us"].values()))
     assert len(regrets) > 100
-    assert geomean(regrets) < 1.02
+    assert geomean(regrets) < 1.01
     assert max(regrets) < 1.2
 
 
@@ -63,10 +63,19 @@ def test_shares_fill_waves() -> None:
     assert shares == 13  # of 30 key tiles: 390 on three times 132
 
 
+def test_few_visits_of_many_queries_are_shared() -> None:
+    """30.7 us where one thread block for each of 48 key tiles took 39.0 (H200)."""
+    told = dict(
+        plan(problem("bfloat16", 64, batch=2, heads_q=2, heads_k=2, seq_q=1459, seq_k=1459), H200, BACKWARD).scalars
+    )
+    assert (told["shares"], told["whole_heads"]) == (2, 0)
+
+
 def test_tiles_whose_dq_is_no_sum_come_first() -> None:
     for keys, tile in ((84, (64, 96, True)), (100, (64, 64, True))):  # by two blocks of a cluster
-        told = constants(made(BACKWARD, "bfloat16", 160, (195, 2, 2), keys, H200))
-        assert (told["ROWS"], told["KEYS"], told["WHOLE_DQ"]) == tile
+        for fields in ({}, {"softcap": 2.0}):
+            told = constants(made(BACKWARD, "bfloat16", 160, (195, 2, 2), keys, H200, **fields))
+            assert (told["ROWS"], told["KEYS"], told["WHOLE_DQ"]) == tile
 
 
 def test_backward_tiles_of_129_to_192_columns() -> None:

@@ -115,6 +115,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # And of a cluster, whose blocks have keys of their own, or columns: dQ leaves from registers.
     "whole-256": ("float16", {"seq": (150, 100), "dims": (256, 200), "heads": (4, 2), "batch": 1, "dlse": 1.0},
         {"causal": True}),
+    "whole-176-scores": ("bfloat16", {"seq": (130, 100), "dims": (176, 160), "heads": (2, 1), "batch": 1,
+        "given": SCORES, "key_mask": True}, {"softcap": 2.0, "causal": True}),
     "whole-256-unaligned": ("bfloat16", {"seq": (130, 128), "dims": (201, 256), "batch": 1}, {"rows_aligned": False}),
     "whole-256-scores": ("float16", {"seq": (200, 60), "dims": (256, 256), "heads": (2, 1), "batch": 1,
         "given": ("alibi_slopes", "sinks"), "key_mask": True},

@@ -57,7 +57,7 @@ TABLE = {
     "sm90_jvp.narrow": Measured(0.93, "rows", "H100", "2026-11-25", "of three warpgroups, 64 keys; to 64 columns"),
     "sm90_jvp.middle": Measured(0.9, "rows", "H100", "2026-11-25", "of three warpgroups, 48 keys; to 96 columns"),
     # The Hopper backward, in visits of a query tile
-    "sm90_backward.tile": Measured(1.5, "visits", "H200", "2026-11-22", "begin and end of a key tile"),
+    "sm90_backward.tile": Measured(3.5, "visits", "H200", "2026-11-30", "of 64 queries: begin and end of a key tile"),
     "sm90_backward.ends": Measured(0.75, "visits", "H100", "2026-11-26",
         "the same, where tiles are weighed by visits: fitted to 112 tiles of 57 random calls, whose choice takes 1.0 % "
         "(up to 64 columns) and 1.9 % longer than the best"),
@@ -66,17 +66,17 @@ TABLE = {
     "sm90_backward.rest": Measured(0.8, "", "H200", "2026-11-29", "of a pair, 48 by 128 beside 64 by 96"),
     "sm90_backward.rest_192": Measured(0.93, "", "H200", "2026-11-29", "the same, of 192 columns of K and 128 of V"),
     "sm90_backward.few_keys": Measured(1.2, "", "H200", "2026-11-29", "of a pair, 64 by 64 beside 64 by 96"),
-    "sm90_backward.sums": Measured(1.0, "visits", "H200", "2026-11-29", "its sums on their way to memory or back"),
+    "sm90_backward.sums": Measured(1.1, "visits", "H200", "2026-11-30", "its sums to memory or back"),
     "sm90_backward.sums_traffic": Measured(
-        0.2 / 2**20, "visits/B", "H200", "2026-11-29", "of all sums, written and read, what memory takes",
+        0.05 / 2**20, "visits/B", "H200", "2026-11-30", "of all sums, written and read, what memory takes",
     ),
     "sm90_backward.spilled": Measured(
-        0.2, "", "H200", "2026-11-29",
+        0.18, "", "H200", "2026-11-30",
         "so much longer is a visit of 128 keys for each doubling of what Q, dO and dQ of the shares under work take "
-        "beyond `held`, under a causal mask, where heads that share keys are about a sequence long: with `sums` fitted "
-        "to 330 ways to deal out 133 calls, of which the planner takes those that take 1.3 % longer than the best",
+        "beyond `held`, under a causal mask, where heads that share keys are half a sequence's key tiles or more: with "
+        "`sums` fitted to 646 ways to deal out 218 calls, of which the best by it take 0.4 % longer than the best",
     ),
-    "sm90_backward.held": Measured(3 << 24, "B", "H200", "2026-11-29", "of these that the L2 cache holds"),
+    "sm90_backward.held": Measured(6 << 23, "B", "H200", "2026-11-30", "of these that the L2 cache holds"),
 }  # fmt: skip
 
 

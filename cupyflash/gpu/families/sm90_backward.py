@@ -27,6 +27,7 @@ from ..kernel_plan import (
 from . import sm90_backward_cost as cost
 from .likely import as_dense
 from .sm90_backward_tiles import (
+    BACKWARD_TILES,
     SHORT_BACKWARD,
     TILES,
     BackwardTile,
@@ -42,7 +43,7 @@ LISTED_SPILLS = 192  # more, with a block mask: its addresses
 LENGTHS_SPILLS = 160  # more, where lengths or places are data: those of a tile's sequence
 SHARE_SPILLS = 128  # bytes: where a share begins
 COLUMN_SPILLS = 264  # more, where columns are shared out: where lie what is sent to the other block, and what is read
-WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head
+WHOLE_SPILLS = 48  # where the warp that sends dQ begins with a head, or consumers store it
 CLUSTER_BARRIERS = 64  # bytes more, of what the blocks of a cluster send to each other
 FINISH_TICKETS = 12  # for each finishing warp, where tiles of dQ are taken in parts
 SUMS = 208  # that a thread of the narrow consumers has registers for: of S and dP, dK and dV
@@ -136,13 +137,15 @@ def _first(problem: AttentionProblem, likely: AttentionProblem, arch: Arch) -> t
     """Tiles that are weighed with each other, what takes least first."""
     dim = max(padded(problem))
     found = [t for t in weighed(likely, dim) if _fit(problem, arch, t) is not None]
+    if dim > FEW_COLUMNS and not any(has_all_keys(problem, t) for t in found):
+        found += [t for t in BACKWARD_TILES if has_all_keys(problem, t) and _fit(problem, arch, t) is not None][:1]
 
     def effort(t: BackwardTile) -> float:
         if dim <= FEW_COLUMNS:
             return cost.effort(likely, t, arch.sms)
         return cost.shared_effort(likely, t, _dealt(problem, t, arch), _clusters(arch, t))
 
-    # Whose dQ is no sum comes first.
+    # Those whose dQ is no sum come first.
     return tuple(sorted(found, key=lambda t: (not has_all_keys(problem, t), effort(t))) if len(found) > 1 else found)
 
 

@@ -22,9 +22,10 @@ MOST_SHARES, FULL_WAVES = 32, 8
 MANY_TILES = 32  # key tiles for each multiprocessor: with more it is no matter how the last ones end
 # Times q's bytes that their sums may take, where that is much: sums of dQ take as much. (Keys are in whole tiles.)
 SUMS_ROOM = 2.05
-MORE_ROOM, WORTH_MORE = 32 << 20, 1.1  # bytes more where that is so many times as fast, by that reckoning
-# What is not the visit of a query tile, in visits: a key tile's beginning and end, and its sums on their way to memory
-# or back; and what memory takes for a byte of all sums.
+MORE_ROOM, WORTH_MORE = 32 << 20, 1.07  # bytes more where that is so many times as fast, by that reckoning
+# What is not the visit of a query tile, in visits of VISIT queries: a key tile's beginning and end, and its sums on
+# their way to memory or back; and what memory takes for a byte of all sums, in visits.
+VISIT = 64
 SHARE_COST, SUMS_COST = number("sm90_backward.tile"), number("sm90_backward.sums")
 SUMS_TRAFFIC = number("sm90_backward.sums_traffic")
 # Under a causal mask key tiles that start together come to the same queries the more apart the more heads they have
@@ -36,11 +37,10 @@ ENDS, WAVE = number("sm90_backward.ends"), number("sm90_backward.wave")  # of `e
 # 10 to 34 % are lost, with 36 to 53 MB 11 to 27 % gained.) More heads than the cache holds are, if so many times as
 # fast by that reckoning.
 ALL_CACHE, WORTH_MORE_HEADS = 56 << 20, 1.04
-ENOUGH = 1.02  # times the least
+ENOUGH = 1.005  # times the least
 # In so many shares the last heads alone: so many, or those whose key tiles are all that is under work at once.
 LAST_SHARES, LAST_HEADS = (2, 3, 4, 6), (1, 2)
-SHORT_WALK, LONG_WALK = 16, 24  # visits: with fewer sharing takes longer than it saves
-WORTH_SHARING = 1.2, 1.05  # times as fast, by that reckoning, that a short and a long walk must be
+WORTH_SHARING = 1.04  # times as fast, by that reckoning
 # Packed: key tiles of sequences that are alike are listed where each has one, or so many and more, and come by what
 # visits them where Q, dO and dQ of the heads together take no more than this. Of O so many values are read in the time
 # that it takes to find the sequence of a place (reckoned).
@@ -69,19 +69,15 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int, sums: int)
     """Each share of a head of K and V leaves so many bytes of sums."""
     keys, queries = cluster_keys(problem, t), problem.group * ceil(problem.seq_q, t.rows)
     heads, tiles = problem.batch * problem.heads_k, ceil(problem.seq_k, keys)
-    room = allowed(problem, SUMS_ROOM) // max(1, sums)
-    more = (allowed(problem, SUMS_ROOM) + MORE_ROOM) // max(1, sums)
+    free = allowed(problem, SUMS_ROOM)
+    room, more = free // max(1, sums), (free + MORE_ROOM) // max(1, sums)
     most = min(MOST_SHARES, MANY_TILES * clusters // max(1, heads * tiles), queries)
     if most < 2 or problem.block_mask is not None or problem.ragged:  # whose visits are not known here
         return Dealt()
     walks = walks_of(problem, t.rows, keys)
-    longest = problem.group * max(map(len, walks), default=0)
-    if longest < SHORT_WALK:
-        return Dealt()
-    worth = WORTH_SHARING[longest >= LONG_WALK]
     alone = time_of(problem, t, walks, Dealt(), clusters)
-    even = heads * sum(problem.group * len(x) + SHARE_COST for x in walks) / clusters  # if all ended at once
-    if alone < worth * even:
+    even = heads * sum(problem.group * len(x) + _ends_cost(t) for x in walks) / clusters  # if all ended at once
+    if alone < WORTH_SHARING * even:
         return Dealt()
     full = {n * clusters // (heads * tiles) for n in range(1, FULL_WAVES + 1)}
     tried = [Dealt(n) for n in range(2, most + 1) if n <= 8 or n % 4 == 0 or n in full]
@@ -89,12 +85,15 @@ def shares(problem: AttentionProblem, t: BackwardTile, clusters: int, sums: int)
     for last in {*LAST_HEADS, wave, 2 * wave}:
         tried += [Dealt(n, heads - last) for n in LAST_SHARES if last < heads and n <= queries]
     taken = {x: (heads - x.whole) * x.shares for x in tried}  # places of sums
-    times = {x: time_of(problem, t, walks, x, clusters) for x in tried if taken[x] <= more}
-    within = {x: time for x, time in times.items() if taken[x] <= room}
-    if min(within.values(), default=alone) < WORTH_MORE * min(times.values(), default=alone):
-        times = within
+    times, least = dict[Dealt, float](), alone  # of those that are within the room
+    for x in sorted(tried, key=lambda x: taken[x]):
+        if taken[x] <= more:
+            times[x] = time_of(problem, t, walks, x, clusters, ENOUGH * least)
+            least = min(least, times[x]) if taken[x] <= room else least
+    if least < WORTH_MORE * min(times.values(), default=alone):
+        times = {x: time for x, time in times.items() if taken[x] <= room}
     least = min(times.values(), default=alone)
-    if least * worth >= alone:
+    if least * WORTH_SHARING >= alone:
         return Dealt()
     enough = [x for x in times if times[x] <= ENOUGH * least]
     return min(enough, key=lambda x: taken[x])  # the fewest: their sums take memory
@@ -114,7 +113,7 @@ def shared_effort(problem: AttentionProblem, t: BackwardTile, dealt: Dealt, clus
     walks = walks_of(problem, t.rows, cluster_keys(problem, t))
     tiles, visits = problem.batch * problem.heads_k * len(walks), problem.group * sum(map(len, walks))
     if tiles >= MANY_WAVES * clusters:
-        time = problem.batch * problem.heads_k * (visits + SHARE_COST * len(walks)) / clusters
+        time = problem.batch * problem.heads_k * (visits + _ends_cost(t) * len(walks)) / clusters
     else:
         time = time_of(problem, t, walks, dealt, clusters)
     return time * t.rows * t.keys * t.cost
@@ -133,25 +132,36 @@ def walks_of(problem: AttentionProblem, rows: int, keys: int) -> list[range]:
     return found
 
 
-def time_of(problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int) -> float:
-    """How long the backward takes, in visits of a query tile: clusters take key tiles in the order of their tickets."""
-    return _best_order(problem, t, walks, dealt, clusters)[1]
+def time_of(
+    problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int, most: float = math.inf
+) -> float:
+    """How long the backward takes, in visits of a query tile: clusters take key tiles in the order of their tickets.
+    Where that is longer than `most` in any case, infinitely."""
+    return _best_order(problem, t, walks, dealt, clusters, most)[1]
 
 
 def _best_order(
-    problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int
+    problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt, clusters: int, most: float = math.inf
 ) -> tuple[int, float]:
     """Of how many heads key tiles are dealt out as one, and how long it takes."""
-    costs = _costs(problem, t, walks, dealt)
+    costs, whole = _costs(problem, t, walks, dealt), has_all_keys(problem, t)  # dQ: then there are no sums
+
+    def time(together: int) -> float:
+        if whole or not dealt.whole:  # there is room for what is under work, and more
+            return _ends(costs, together, clusters)
+        return _ends_in(_room(problem, t, dealt, clusters, together), costs, together, clusters)
+
     first, *others = _orders(problem, t, dealt, clusters)
-    times = {first: _ends(costs, first, clusters)}
-    if times[first] * clusters > WORTH_MORE_HEADS * sum(map(sum, costs)):  # there is something to gain
-        times |= {n: _ends(costs, n, clusters) for n in others}
+    if (even := sum(map(sum, costs)) / clusters) > most:
+        return first, math.inf
+    times = {first: time(first)}
+    if times[first] > WORTH_MORE_HEADS * even:  # there is something to gain
+        times |= {n: time(n) for n in others}
     together = min(times, key=lambda n: times[n] * (1 if n == first else WORTH_MORE_HEADS))
     keys, heads = cluster_keys(problem, t), problem.batch * problem.heads_k
     passed = (heads - dealt.whole) * dealt.shares * (dealt.shares > 1) * len(walks)  # whose sums are written and read
     sums = SUMS_TRAFFIC * 4 * passed * keys * (problem.dim + problem.dim_v)
-    if has_all_keys(problem, t) or problem.right is None or problem.left is not None:
+    if whole or problem.right is None or problem.left is not None:
         return together, times[together] + sums
     under_work = min(len(costs), max(together, clusters / max(1, len(walks)))) * _traffic(problem, dealt)
     apart = min(1.0, 2 * problem.group / dealt.most * keys / max(1, problem.seq_q))
@@ -162,6 +172,7 @@ def _best_order(
 def _costs(problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt: Dealt) -> list[list[float]]:
     """What each key tile of each head, or share, takes."""
     tiles, shares = ceil(problem.seq_q, t.rows), dealt.shares
+    ends, passed = _ends_cost(t), (dealt.shares > 1) * SUMS_COST * VISIT / t.rows
 
     def before(n: int, walk: range) -> int:
         """How many of the first n query tiles, head by head, visit a key tile."""
@@ -169,21 +180,39 @@ def _costs(problem: AttentionProblem, t: BackwardTile, walks: list[range], dealt
 
     bounds = [problem.group * tiles * n // shares for n in range(shares + 1)]
     costs = [
-        [before(end, x) - before(begin, x) + SHARE_COST + (shares > 1) * SUMS_COST for x in walks]
-        for begin, end in itertools.pairwise(bounds)
+        [before(end, x) - before(begin, x) + ends + passed for x in walks] for begin, end in itertools.pairwise(bounds)
     ]
-    costs[-1] = [cost + (shares > 1) * shares * SUMS_COST for cost in costs[-1]]
-    whole = [problem.group * len(x) + SHARE_COST for x in walks]
+    costs[-1] = [cost + shares * passed for cost in costs[-1]]
+    whole = [problem.group * len(x) + ends for x in walks]
     return [whole] * dealt.whole + costs * (problem.batch * problem.heads_k - dealt.whole)
+
+
+def _ends_cost(t: BackwardTile) -> float:
+    """A key tile's beginning and end, in visits of the tile's rows."""
+    return SHARE_COST * VISIT / t.rows
 
 
 def _ends(costs: list[list[float]], together: int, clusters: int) -> float:
     """When all are done: key tiles of so many heads are dealt out as one."""
     busy = [0.0] * clusters
-    for first in range(0, len(costs), together):
+    for first in range(0, len(costs), max(1, together)):
         for tile in zip(*costs[first : first + together]):
             for cost in tile:
                 heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy)
+
+
+def _ends_in(room: int, costs: list[list[float]], together: int, clusters: int) -> float:
+    """The same where there is room for sums of dQ of so many: a head's begin when that is done whose room it takes."""
+    busy, done = [0.0] * clusters, [0.0] * len(costs)
+    for first in range(0, len(costs), max(1, together)):
+        heads = range(first, min(first + together, len(costs)))
+        free = [done[head - room] if head >= room else 0.0 for head in heads]
+        for tile in zip(*costs[first : first + together]):
+            for head, begin, cost in zip(heads, free, tile):
+                end = max(begin, busy[0]) + cost
+                heapq.heapreplace(busy, end)
+                done[head] = max(done[head], end)
     return max(busy)
 
 
@@ -200,19 +229,24 @@ def dealt_out(
     room for sums of dQ."""
     if problem.rows_k is not None:
         return _packed(problem, likely, t, clusters)
-    heads, key_tiles = dealt.count(problem.batch * problem.heads_k), ceil(problem.seq_k, cluster_keys(problem, t))
     together, *others = _orders(problem, t, dealt, clusters)
     if problem.block_mask is not None and not problem.deterministic:
-        return together, heads
+        return together, dealt.count(problem.batch * problem.heads_k)
     if others:
         walks = walks_of(problem, t.rows, cluster_keys(problem, t))
         together, _ = _best_order(problem, t, walks, dealt, clusters)
-    spare = ceil(WAVES * clusters, key_tiles)
+    return together, _room(problem, t, dealt, clusters, together)
+
+
+def _room(problem: AttentionProblem, t: BackwardTile, dealt: Dealt, clusters: int, together: int) -> int:
+    """For how many there is room."""
+    heads = problem.batch * problem.heads_k
+    spare = ceil(WAVES * clusters, max(1, ceil(problem.seq_k, cluster_keys(problem, t))))
     if problem.deterministic and problem.right is None:
         spare = max(0, spare - together)  # a head is under work for as long as all of them
     if dealt.whole:  # there is room for whole heads, which shares do not fill: no more than all take
-        spare = min(spare, max(0, problem.batch * problem.heads_k - 2 * together))
-    return together, min(heads, 2 * together + spare)
+        spare = min(spare, max(0, heads - 2 * together))
+    return min(dealt.count(heads), 2 * together + spare)
 
 
 def first_cleared(resident: int, together: int, clusters: int, of_head: int) -> int:
