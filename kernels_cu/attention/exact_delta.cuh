@@ -82,7 +82,9 @@ __device__ void for_exact_row_sums(const Params& p, const Head& head, int tile, 
                                    F f) {
     auto given = Of::given(p);
     if constexpr (!EXACT_LSE) {
-        for_row_sums<SIZE>(p, head, tile, out, strides, given.array, given.strides, f);
+        auto nothing = [](int) { return 0; };
+        for_row_sums<SIZE>(p, head, tile, out, strides, given.array, given.strides, nothing,
+                           [&](int i, Accum sum, int) { f(i, sum); });
     } else {
         int lane = threadIdx.x % 32, first = tile * SIZE;
         float d_unit = operand_unit<Of>(p, head, tile);

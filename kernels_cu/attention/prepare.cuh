@@ -17,15 +17,26 @@ __device__ Accum* prepared_rows(const Params& p, const Head& head, int tile) {
     return prepared_rows<SIZE>(p, QueryTiles<SIZE>::number(p, head, tile));
 }
 
+// What the caller has of a query beside its rows: lse, and the gradient of that.
+struct GivenOfQuery {
+    Accum lse, dlse;
+
+    __device__ static GivenOfQuery of(const Params& p, const Head& head, int i) {
+        if (i >= head.queries(p)) return {MINUS_INFINITY, 0};
+        long long row = head.row_number(p, i);
+        return {p.lse[row], p.dlse != nullptr ? p.dlse[row] : 0};
+    }
+};
+
 // Fill in those of query i, from its sum = rowsum(dO * O): delta is that, less the gradient of lse where there is one,
 // since dS = P (dP - delta + dlse). Where there is no query, or its lse is -inf (it saw no key, or no finite score),
 // exp2(s - inf) is 0, and so is delta, whatever dO holds there. With a sink lse is that; those that key_mask leaves no
 // key, or positions where these are data, are told from others here, as by lse -inf elsewhere. (With dropout: see
 // there.)
 template <int SIZE>
-__device__ void write_prepared(const Params& p, const Head& head, Accum* rows, int first, int i, Accum sum) {
-    bool there = i < head.queries(p);
-    Accum lse = there ? p.lse[head.row_number(p, i)] : MINUS_INFINITY;
+__device__ void write_prepared(const Params& p, const Head& head, Accum* rows, int first, int i, Accum sum,
+                               const GivenOfQuery& given) {
+    Accum lse = given.lse;
     bool any = lse != MINUS_INFINITY, sees = any;
     if constexpr (config::SINKS) {
         if (any) sum = sum_with_zeros(p, head, i, sum);
@@ -33,18 +44,21 @@ __device__ void write_prepared(const Params& p, const Head& head, Accum* rows, i
         if ((config::KEY_MASK || SHIFTS) && any && lse == pairs.sink(head.q)) sees = pairs.sees(i);
     }
     rows[i - first] = sees ? -lse_of_kept(p, lse) * (EXACT_LSE ? 1 : LOG2_E) : MINUS_INFINITY;
-    Accum dlse = any && p.dlse != nullptr ? p.dlse[head.row_number(p, i)] : 0;
-    rows[i - first + SIZE] = any ? (dlse - sum) * kept(p) : 0;
+    rows[i - first + SIZE] = any ? (given.dlse - sum) * kept(p) : 0;
+}
+template <int SIZE>
+__device__ void write_prepared(const Params& p, const Head& head, Accum* rows, int first, int i, Accum sum) {
+    write_prepared<SIZE>(p, head, rows, first, i, sum, GivenOfQuery::of(p, head, i));
 }
 
 // The largest number up to `most` that n is a multiple of.
 constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
 
-// f(i, rowsum(O * dO)) for the queries i of a tile, by a block of 128 threads, of 16-bit numbers (others:
-// exact_delta.cuh). O and dO: these two arrays.
-template <int SIZE, class F>
+// f(i, rowsum(O * dO), known(i)) for the queries i of a tile, by a block of 128 threads, of 16-bit numbers (others:
+// exact_delta.cuh). O and dO: these two arrays. (Known beforehand: memory answers to all at once.)
+template <int SIZE, class Known, class F>
 __device__ void for_row_sums(const Params& p, const Head& head, int tile, const In* out, const Strides& out_strides,
-                             const In* dout, const Strides& dout_strides, F f) {
+                             const In* dout, const Strides& dout_strides, Known known, F f) {
     constexpr int LANES = config::DIM_V <= 64 ? 8 : config::DIM_V <= 128 ? 16 : 32;  // of 8 columns, for one row
     constexpr int PIECES = (config::DIM_V + 8 * LANES - 1) / (8 * LANES);            // of a row
     int lane = threadIdx.x % LANES, first = tile * SIZE, queries = head.queries(p);
@@ -56,6 +70,7 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
     bool vectors = p.dim_v % 8 == 0;
     for (int i = first + threadIdx.x / LANES; i < first + SIZE; i += EACH * STEP) {
         float own = 0;  // of the row that the lane writes
+        auto of_own = known(i + min(lane, EACH - 1) * STEP);
         auto take = [&](int r, float sum) {
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -105,7 +120,7 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
                 take(r, sum);
             }
         }
-        if (lane < EACH) f(i + lane * STEP, own);
+        if (lane < EACH) f(i + lane * STEP, own, of_own);
     }
 }
 
@@ -113,6 +128,10 @@ __device__ void for_row_sums(const Params& p, const Head& head, int tile, const 
 template <int SIZE>
 __device__ void prepare_rows(const Params& p, const Head& head, int tile) {
     Accum* rows = prepared_rows<SIZE>(p, head, tile);
-    for_row_sums<SIZE>(p, head, tile, p.out, p.out_strides, p.dout, p.dout_strides,
-                       [&](int i, Accum sum) { write_prepared<SIZE>(p, head, rows, tile * SIZE, i, sum); });
+    for_row_sums<SIZE>(
+        p, head, tile, p.out, p.out_strides, p.dout, p.dout_strides,
+        [&](int i) { return GivenOfQuery::of(p, head, i); },
+        [&](int i, Accum sum, const GivenOfQuery& given) {
+            write_prepared<SIZE>(p, head, rows, tile * SIZE, i, sum, given);
+        });
 }

@@ -5,8 +5,8 @@
 // data (backward_load.cuh): TMA brings K and V, and Q and dO of query tile after query tile of
 // every head that shares these keys; dQ leaves by backward_dq.cuh. The other warpgroups compute,
 // with the tensor cores in the background (wgmma): backward_narrow.cuh for head dimensions up to 128, where nothing
-// else takes registers up to 160, backward_wide.cuh else; above 192 the two blocks of a cluster share the work on dQ,
-// and above 256 the columns.
+// else takes registers up to 160, or 192 beside 128 of V; backward_wide.cuh else. There two blocks of a cluster may
+// share the work on dQ, above 192 always, and above 256 the columns.
 #include "attention/prepare.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/setmaxnreg.cuh"

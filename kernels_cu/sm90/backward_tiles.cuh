@@ -80,8 +80,8 @@ constexpr int REST = WIDE || MOVED || DQ_DIM <= 64 * WARPGROUPS ? 0 : DQ_DIM - 6
 constexpr int REST_ROWS = ROWS / WARPGROUPS, REST_BYTES = 4 * ROWS * REST;
 static_assert(REST == 0 || !WHOLE_BY_LENGTH && REST <= 64 && REST % 32 == 0 && REST_ROWS % 8 == 0);
 static_assert(!WHOLE_DQ || !walk::LISTED);
-// Whether rows of dQ lie in shared memory, and leave from there.
-constexpr bool SENDS_DQ = WHOLE_DQ && !CLUSTERED;
+// Whether rows of dQ leave from registers, or lie in shared memory and are sent from there.
+constexpr bool PUTS_DQ = WHOLE_DQ && CLUSTERED, SENDS_DQ = WHOLE_DQ && !CLUSTERED;
 constexpr int DQ_TILE = ROWS * DQ_DIM;      // floats of one tile in dq_sum
 constexpr int FRAGMENT_BYTES = 4 * 16 * 8;  // 16 columns by 8 queries of it
 constexpr int FINISH_BYTES = FINISH_FRAGMENTS * FRAGMENT_BYTES;
@@ -239,7 +239,7 @@ struct KeyTile {
 // Shared memory, and one thread's place in its rings.
 struct Shared {
     // The thread that adds dQ, or sends it, reads the KeyTile that comes with K.
-    using KRing = Ring<1, CONSUMER_WARPS + !(WHOLE_DQ && CLUSTERED)>;
+    using KRing = Ring<1, CONSUMER_WARPS + !PUTS_DQ>;
     using VRing = Ring<1, CONSUMER_WARPS>;
     using QRing = Ring<STAGES, CONSUMER_WARPS>;  // with -lse and -delta of its rows
     using DORing = Ring<DO_STAGES, CONSUMER_WARPS>;
@@ -457,7 +457,7 @@ __device__ void for_query_tiles(const Params& p, const KeyTile& t, F f) {
         for (int step = walk.start(); walk.has(step); step = walk.next(step)) {
             int tile = walk.tile(step);
             f(head, tile, (t.kv_head(p) * group + h) * tiles + first + tile,
-              walk.template bits < !WIDE || MOVED > (step, t.keys(p)));
+              walk.template bits<!WIDE || MOVED>(step, t.keys(p)));
         }
     });
 }

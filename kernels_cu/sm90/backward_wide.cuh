@@ -49,7 +49,7 @@ struct WideConsumer {
     // in a branch are put in series by ptxas.
     bool owing;
     int last, shift;  // the query tile whose dQ is owed; from query tiles to tiles of sums
-    OutQ* owed_rows;  // WHOLE_DQ: where its rows are, and how many
+    OutQ* owed_rows;  // PUTS_DQ: where its rows are, and how many
     int owed_count;
 
     __device__ WideConsumer(const Params& p, const TensorMaps& maps, Shared& s, int warpgroup)
@@ -108,7 +108,7 @@ struct WideConsumer {
     // Half of a part of dQ to memory: all of it at once would hold up the loads.
     template <int HALF, int PART = 0>
     __device__ void leave_half(const DQPart& dq, int tile, unsigned step) {
-        if constexpr (WHOLE_DQ) {
+        if constexpr (PUTS_DQ) {
             int column = s.column() + 64 * (dq_block + PART);
             if (has_dq(PART))
                 put_turned<HALF * ROW8S / 2, ROW8S / 2>(dq, owed_rows + column, p.dq_strides.row, owed_count,
@@ -254,7 +254,7 @@ struct WideConsumer {
         s.q.release();
         owing = true;
         last = tile;
-        if constexpr (CLUSTERED && WHOLE_DQ) {
+        if constexpr (PUTS_DQ) {
             owed_rows = pairs.head.query_row(p.dq, p.dq_strides, tile_q * ROWS);
             owed_count = pairs.head.queries(p) - tile_q * ROWS;
         }
@@ -384,12 +384,12 @@ struct WideConsumer {
             s.v.release();
 
             // What is used here alone is reckoned here: kept over the steps it would fill the registers.
-            if (!IN_TURN && !(CLUSTERED && WHOLE_DQ)) {
+            if (!IN_TURN && !PUTS_DQ) {
                 dq_ring.go_to(CLUSTERED ? tiles - 1 : steps);
                 dq_ring.wait_empty();
             }
             if (CLUSTERED) {
-                if (!IN_TURN && !WHOLE_DQ) dq_ring.filled();  // this consumer has added all its parts
+                if (!IN_TURN && !PUTS_DQ) dq_ring.filled();  // this consumer has added all its parts
                 sync_threads<128 * WARPGROUPS>(1);  // nobody reads P and dS of the last step any more
             }
             if (SHARES && !add_shares(p, s, t, warpgroup, dv, dk)) continue;
