@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("torch.nn.attention.flex_attention")
 
 
-from cupyflash.torch import flex_attention, score_mod
+from cupyflash.torch import flex_attention
+from cupyflash.torch.watch import Watch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 B, H, S, D = 2, 4, 70, 16
@@ -51,7 +52,7 @@ def standard(
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     place = [torch.arange(n, device=q.device) for n in scores.shape]
-    with score_mod.Watch():  # PyTorch's own has no gradients of table[b][i]
+    with Watch():  # PyTorch's own has no gradients of table[b][i]
         if mod is not None:
             scores = mapped(mod, True)(scores, *place)
         if mask is not None:

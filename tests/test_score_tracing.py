@@ -99,6 +99,78 @@ def test_what_code_finds_elsewhere_and_types_count_too(rng: np.random.Generator)
             assert np.array_equal(attention(x, x, x, score=score), expected)
 
 
+def by_hasattr(module: Any) -> Any:
+    return lambda s, b, h, i, j: s * (2.0 if hasattr(module, "cap") else 1.0)
+
+
+def by_pattern(module: Any) -> Any:
+    kind = types.ModuleType
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        match module:
+            case kind(cap=_):
+                return s * 2.0
+        return s * 1.0
+
+    return score
+
+
+def by_format(module: Any) -> Any:
+    text = "{.cap}"
+    return lambda s, b, h, i, j: s * (1.0 if "<" in text.format(module) else 2.0)
+
+
+@pytest.mark.parametrize("make", [by_hasattr, by_pattern, by_format])
+def test_attributes_that_no_code_names(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "cap", "<", raising=False)
+    if make is not by_format:
+        monkeypatch.delattr(math, "cap")
+    score = make(math)
+    assert of_one(score) == 1.0
+    monkeypatch.setattr(math, "cap", 2, raising=False)
+    assert of_one(score) == 2.0
+
+
+def of_one(score: Any) -> float:
+    """What a score function makes of 1."""
+    x = np.ones((1, 1))
+    return float(attention(x, x, x, score=score, return_lse=True)[1][0])
+
+
+def test_functions_that_call_each_other() -> None:
+    def first(s: Any, b: Any, h: Any, i: Any, j: Any, n: int = 2) -> Any:
+        return second(s, b, h, i, j, n - 1) * 2
+
+    def second(s: Any, b: Any, h: Any, i: Any, j: Any, n: int) -> Any:
+        return s * 1.0 if n <= 0 else following(s, b, h, i, j, n - 1)
+
+    following: Any = first
+    assert of_one(first) == 4
+    following = second
+    assert of_one(first) == 2
+
+
+def test_what_equal_dtypes_have_beside() -> None:
+    for n in (2.0, 3.0):
+        plain = np.dtype("f8", metadata={"n": n})
+        fields, pair = np.dtype([("x", plain)]), np.dtype((plain, 2))
+        for score in (
+            lambda s, b, h, i, j, dtype=plain: s * dtype.metadata["n"],
+            lambda s, b, h, i, j, dtype=fields: s * dtype["x"].metadata["n"],
+            lambda s, b, h, i, j, dtype=pair: s * dtype.base.metadata["n"],
+        ):
+            assert of_one(score) == n
+
+
+def test_what_a_library_was_told() -> None:
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * np.get_printoptions()["precision"]
+
+    for n in (5, 3):
+        with np.printoptions(precision=n):
+            assert of_one(score) == n
+
+
 def test_classes_made_of_numbers_and_tuples(rng: np.random.Generator) -> None:
     """Their attributes are looked up too."""
     x = rng.standard_normal((1, 5, 1, 2))

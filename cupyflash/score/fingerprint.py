@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 # them.
 _LIBRARIES = ("math", "numpy", "jax", "torch", "cupyflash", "operator", "_operator", "builtins")
 _ELSEWHERE = {  # what these give, or find, is not seen here
-    "eval", "exec", "globals", "locals", "vars", "getattr", "attrgetter", "methodcaller", "__dict__",
-    "__getattribute__",
-    "__import__", "open", "input", "random",
+    "eval", "exec", "globals", "locals", "vars", "dir", "getattr", "hasattr", "attrgetter", "methodcaller", "format",
+    "format_map", "__dict__", "__getattribute__", "__import__", "open", "input", "random",
 }  # fmt: skip
+_UNSEEN = ("IMPORT_NAME", "MATCH_CLASS")  # instructions that do so
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _HEAP = 1 << 9  # of type.__flags__: a class that is no part of C, and may be changed
 _KEPT = 1024
@@ -87,7 +87,7 @@ class _Walk:
         if type(function) is not types.FunctionType or vars(function):  # attributes are looked up, too
             raise _Unknown
         if function in self.inside:
-            return "itself"
+            return "itself", self.inside.index(function)
         names = _names(function.__code__)
         if names is None:
             raise _Unknown
@@ -142,7 +142,7 @@ def _names(code: types.CodeType) -> tuple[str, ...] | None:
     """Global names that the code, and functions inside it, may look up; None where it finds things in other
     ways too."""
     names = [*code.co_names]
-    if not _ELSEWHERE.isdisjoint(names) or any(x.opname == "IMPORT_NAME" for x in dis.get_instructions(code)):
+    if not _ELSEWHERE.isdisjoint(names) or any(x.opname in _UNSEEN for x in dis.get_instructions(code)):
         return None
     for x in code.co_consts:
         if isinstance(x, types.CodeType):
@@ -197,12 +197,12 @@ def _is_fixed(x: Any) -> bool:
     kind, library = type(x), str(getattr(x, "__module__", None)).partition(".")[0] in _LIBRARIES
     if kind is types.BuiltinFunctionType:  # of C: what its name says cannot be changed; methods are of objects that can
         plain = x.__self__ is None or isinstance(x.__self__, types.ModuleType)
-        return library and plain and x.__name__ not in _ELSEWHERE and not x.__name__.startswith("rand")
+        return library and plain and x.__name__ not in _ELSEWHERE and not _has_state(x)
     if kind is types.FunctionType:
         own = sys.modules.get(str(x.__globals__.get("__name__")))
         return (
             own is not None and vars(own) is x.__globals__ and _is_library(own)
-            and x.__closure__ is None and vars(own).get(x.__name__) is x
+            and x.__closure__ is None and vars(own).get(x.__name__) is x and not _has_state(x)
         )  # fmt: skip
     if kind is type:
         return library and not x.__flags__ & _HEAP
@@ -212,9 +212,14 @@ def _is_fixed(x: Any) -> bool:
     return False
 
 
+def _has_state(function: Any) -> bool:
+    """Whether a function of a library gives something else each time, or what has been set."""
+    return str(function.__name__).lstrip("_").startswith(("rand", "get_"))
+
+
 def _is_dtype(x: Any) -> bool:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(x, numpy.dtype):
-        return True
+    if numpy is not None and isinstance(x, numpy.dtype):  # equal ones may have other metadata, fields too
+        return x.metadata is None and x.fields is None and x.subdtype is None
     # PyTorch has neither while another thread imports it, and x is none.
     return isinstance(x, (getattr(torch, "dtype", ()), getattr(torch, "device", ())))

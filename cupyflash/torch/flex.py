@@ -14,7 +14,8 @@ from ..blockmask.blocks import BlockMask
 from ..interop.torch_schema import refuse_script
 from ..score.fingerprint import Same, fingerprint
 from ..signature import unscripted
-from .score_mod import Watch, traced
+from .score_mod import traced
+from .watch import Watch
 
 _LARGEST = 512  # blocks beyond that are cut up
 
@@ -59,8 +60,8 @@ def flex_attention(
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
         Converted at its first call, and again where its lists, what its mask_mod looks up, or an element of a tensor
         that it captures has changed; in each call where mask_mod looks up other things than numbers, tensors and
-        functions. Of tensors made in torch.inference_mode, and through .data, PyTorch tells no changes: make another
-        mask there.
+        functions. Of tensors made in torch.inference_mode, through .data, and by others in the same memory (NumPy),
+        PyTorch tells no changes: make another mask there.
     scale : float, optional
         Default 1 / sqrt(E).
     enable_gqa : bool
@@ -116,7 +117,7 @@ def _attend(
     refuse_script()  # before functions run
     options: dict[str, Any] = {"scale": scale, "layout": "bhsd"}
     if score_mod is not None:
-        options["score"], options["score_arrays"] = traced(score_mod, query, key.shape[2])
+        options["score"], options["score_arrays"] = traced(score_mod, query, key)
     if block_mask is not None:
         with temporarily_clear_interpreter_stack():  # transforms of torch.func have no part in it
             options["block_mask"] = _converted(block_mask, query, key.shape[2])

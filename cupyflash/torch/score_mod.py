@@ -10,27 +10,42 @@ import inspect
 import math
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 
-from ..interop import torch_
+from ..interop import torch_, torch_ops
 from ..rules import score_of
 from ..score.fingerprint import fingerprint
 from ..score.graph import Graph, Score
-from ..score.value import Traced, apply, gelu, power, softplus, truth, where
+from ..score.value import Traced, apply, where
 from .rows import LONGEST, REDUCTIONS, Element, Row, each
+from .score_operators import (
+    KEYWORDS,
+    KINDS,
+    OF_ONE_DTYPE,
+    OF_SHAPE,
+    OPERATORS,
+    is_view,
+    memory_of,
+    name_of,
+    tags_of,
+    writes_to,
+)
+from .watch import WRITES_BY_PAIR, Trace
 
 _KEPT = 256
 _plans: dict[Any, Plan] = {}
 _tracing = threading.RLock()  # PyTorch's tracer patches what all threads share
 
 
-def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tuple[Score, dict[str, torch.Tensor]]:
-    """score_mod for this query, (B, H, L, E), and so many keys, as `score` and `score_arrays` of attention."""
+def traced(
+    score_mod: Callable[..., Any], query: torch.Tensor, key: torch.Tensor
+) -> tuple[Score, dict[str, torch.Tensor]]:
+    """score_mod for this query, (B, H, L, E), and key, as `score` and `score_arrays` of attention."""
     if torch._C._are_functorch_transforms_active():  # which wrap the tensors that a trace would follow
         raise NotImplementedError(
             "score_mod is given under torch.func (grad, vjp, vmap); give the function to cupyflash.attention as score, "
@@ -48,16 +63,25 @@ def traced(score_mod: Callable[..., Any], query: torch.Tensor, keys: int) -> tup
     known = fingerprint(score_mod, leaf)
     # The casts of autocast are traced, too: of tensors on either device.
     casts = tuple(torch.is_autocast_enabled(x) and torch.get_autocast_dtype(x) for x in ("cpu", "cuda"))
-    key = None if known is None else (known, query.device, query.dtype, casts)
-    plan = _plans.get(key)
+    like = None if known is None else (known, query.device, query.dtype, casts)
+    plan = _plans.get(like)
     if plan is None:
         with _tracing:
             plan = Plan(score_mod, query, captured)
-        if key is not None and plan.lasts:
+        if like is not None and plan.lasts:
             if len(_plans) >= _KEPT:
                 _plans.clear()
-            _plans[key] = plan
-    return plan.call(captured, query, keys)
+            _plans[like] = plan
+    off = plan.cut_off(captured, (query, key))
+    if off and torch_ops.recorded(off):
+        raise NotImplementedError(
+            "score_mod computes without gradients (under torch.no_grad, or in a torch.autograd.Function), which is not "
+            "followed: they would go through all that is computed; it may take the detach() of a captured tensor"
+        )
+    with ExitStack() as as_traced:
+        for device in (x for x, cast in zip(("cpu", "cuda"), casts) if cast):
+            as_traced.enter_context(torch.autocast(device, enabled=False))
+        return plan.call(captured, query, key.shape[2])
 
 
 def _check(score_mod: Any) -> None:
@@ -72,37 +96,6 @@ def _check(score_mod: Any) -> None:
         pass
 
 
-class Watch(TorchFunctionMode):
-    """While a score_mod runs: table[h] reads an element, as under PyTorch's own vmap, and who looks at a number is
-    noticed."""
-
-    looked = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in index):
-                self.looked = True  # by values: how many elements there are
-            if any(isinstance(x, torch.Tensor) for x in index) and all(map(_known, index)):
-                return torch.ops.aten.index.Tensor(args[0], [_INDICES.get(type(x), lambda x: x)(x) for x in index])
-        elif func in _READS and args[0].dim() == 0:  # of which a trace would see nothing
-            raise TypeError(
-                "score_mod hands a number of the pair to NumPy or Python; it must compute with functions of torch"
-            )
-        elif func in _LOOKS or func in _READS:
-            self.looked = True
-        return func(*args, **(kwargs or {}))
-
-
-def _known(index: Any) -> bool:
-    return isinstance(index, (int, torch.Tensor)) or (isinstance(index, slice) and index == slice(None))
-
-
-_INDICES: dict[type, Any] = {int: torch.tensor, slice: lambda x: None}
-_LOOKS = {getattr(torch.Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__")}
-_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")}
-
-
 class Plan:
     """A score_mod that has been run: its operators, and which of them depend on the pair."""
 
@@ -110,26 +103,28 @@ class Plan:
         _check(score_mod)
         number = torch.float64 if query.dtype is torch.float64 else torch.float32
         place = [torch.zeros((), dtype=torch.int32, device=query.device) for _ in range(4)]
-        watch = Watch()
+        watch = Trace()
         try:
             # (Tangents are for `call` to follow.)
-            with torch.inference_mode(False), torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), watch:
-                module = make_fx(lambda *x: score_mod(*x))(torch.zeros((), dtype=number, device=query.device), *place)
+            with torch.inference_mode(False), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(False), watch:
+                score = torch.zeros((), dtype=number, device=query.device)
+                module = make_fx(lambda *x: score_mod(*x))(score, *place)
         except RuntimeError as error:
             if "trying to get value out of a tracing tensor" not in str(error):
                 raise
             raise TypeError(
-                "score_mod decides by a number that depends on the pair (with if, and, or, not, int() or item()); it "
-                "must choose with torch.where, and combine with &, | and ~"
+                "score_mod hands a number of the pair to what asks for its value (as range and narrow do); it must "
+                "compute with it, choose with torch.where, and read elements by it"
             ) from None
         self.lasts = not watch.looked  # else another value of a tensor may be another function
         self.nodes = list(module.graph.nodes)
         # Indexing is marked so, too, where only its booleans do that: Watch sees them.
-        if any(torch.Tag.dynamic_output_shape in _tags(n) and _name(n) != "index" for n in self.nodes):
+        if any(torch.Tag.dynamic_output_shape in tags_of(n) and name_of(n) != "index" for n in self.nodes):
             self.lasts = False  # a shape that follows from values may be looked at
         self.fixed: dict[Any, torch.Tensor] = {}
         self.at: dict[Any, int] = {}  # nodes that are tensors which the function captures: where they are among those
         self.pair: set[Any] = {n for n in self.nodes if n.op == "placeholder"}
+        self.of_shape: set[Any] = set()  # of which only the form is the pair's
         made: set[Any] = set()  # of no tensor at all: numbers
         for n in self.nodes:
             inputs = n.all_input_nodes
@@ -145,20 +140,63 @@ class Plan:
                 else:
                     self.lasts = False  # found in an object, which may hold another one the next time
             elif n.op == "call_function" and any(m in self.pair for m in inputs):
-                if _name(n) in _OF_SHAPE:
+                if name_of(n) in OF_SHAPE:
                     made.add(n)
+                    self.of_shape.add(n)
                 else:
                     self.pair.add(n)
-            elif torch.Tag.nondeterministic_seeded in _tags(n):  # drawn in each call
+            elif torch.Tag.nondeterministic_seeded in tags_of(n):  # drawn in each call
                 continue
             elif n.op == "call_function" and all(m in made for m in inputs):
                 made.add(n)
+        self.cut = _behind({n for n in self.nodes if n.name in watch.cut})
+        self.writes = self._look_at_writes(made)
         used = {m for n in self.nodes if n in self.pair or n.op == "output" for m in n.all_input_nodes} - self.pair
-        plain = {n for n in used & made if n.op == "call_function" and n.meta["val"].dim() == 0}
+        plain = {n for n in used & made if n.op == "call_function" and n.meta["val"].dim() == 0 and not self.writes}
         self.numbers = {n: x.item() for n, x in self._computed([], plain).items()}
         self.reads = {n: f"a{i}" for i, n in enumerate(sorted(used - plain, key=self.nodes.index))}
         self.scores: dict[Any, Score] = {}
         module.graph.owning_module = None  # which holds the tensors of this first call
+
+    def _look_at_writes(self, made: set[Any]) -> bool:
+        """Whether something that does not depend on the pair is written in place: then its nodes have an order.
+        NotImplementedError where the pair would have to see what was there before."""
+        read: set[Any] = set()  # memory, by the pair so far
+        views = {memory_of(n) for n in self.nodes if is_view(n)}
+        found = False
+        for n in self.nodes:
+            to = writes_to(n)
+            if n in self.pair:
+                if any(m not in self.pair and (m.meta["val"].dim() or memory_of(m) is not m) for m in to):
+                    raise NotImplementedError(WRITES_BY_PAIR)
+                if any(memory_of(m) in views for m in to):
+                    raise NotImplementedError(
+                        f"score_mod writes ({n.target}) into what it has another view of; it must make a new one"
+                    )
+            elif to:
+                found = True
+                if any(of.op == "get_attr" and of not in made for of in map(memory_of, to)):
+                    raise NotImplementedError(
+                        f"score_mod writes ({n.target}) into a tensor that it captures; it must write into its clone()"
+                    )
+                if any(memory_of(m) in read for m in to):
+                    raise NotImplementedError(
+                        f"score_mod writes ({n.target}) into a tensor of which it has read elements before; it must "
+                        "write into a clone()"
+                    )
+            if n in self.pair or n.op == "output":
+                read.update(memory_of(m) for m in n.all_input_nodes if m not in self.pair)
+        return found
+
+    def cut_off(self, captured: list[torch.Tensor], of_scores: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """What is computed with while gradients are off; of scores those that they are made of."""
+        found: list[torch.Tensor] = []
+        for n in self.cut:
+            if n.op == "placeholder":
+                found += of_scores
+            else:
+                found.append(captured[self.at[n]] if n in self.at else self.fixed[n])
+        return found
 
     def _computed(self, captured: list[torch.Tensor], wanted: Any) -> dict[Any, torch.Tensor]:
         """Nodes that do not depend on the pair."""
@@ -168,13 +206,18 @@ class Plan:
             if n not in found:
                 if n.op == "get_attr":
                     found[n] = captured[self.at[n]] if n in self.at else self.fixed[n]
-                elif _name(n) in _OF_SHAPE:
-                    found[n] = torch.full((), _OF_SHAPE[_name(n)](n), dtype=n.meta["val"].dtype)
+                elif n in self.of_shape:
+                    like = n.meta["val"]
+                    found[n] = torch.full(like.shape, OF_SHAPE[name_of(n)](n), dtype=like.dtype, device=like.device)
                 else:
                     args, kwargs = torch.fx.map_arg((n.args, n.kwargs), get)
                     found[n] = n.target(*args, **kwargs)
             return found[n]
 
+        if self.writes and wanted:
+            for n in self.nodes:
+                if n.op == "call_function" and n not in self.pair:
+                    get(n)
         return {n: get(n) for n in wanted}
 
     def call(
@@ -245,11 +288,11 @@ class _Run:
         raise AssertionError("a graph without output")
 
     def _operator(self, n: Any, known: dict[Any, Any]) -> Any:
-        name = _name(n)
+        name = name_of(n)
         if name == "index" or name == "select":
             args = torch.fx.map_arg(n.args, known.__getitem__)
             return self._element(n, name, *args)
-        function = _OPERATORS.get(name) or REDUCTIONS.get(name)
+        function = OPERATORS.get(name) or REDUCTIONS.get(name)
         if function is None:
             raise NotImplementedError(
                 f"score_mod calls {n.target}, which is not known here; it can use + - * / // % **, comparisons, & | ^ "
@@ -258,7 +301,9 @@ class _Run:
                 "before they are indexed: x.prod(-1)[h] for x[h].prod()"
             )
         args = torch.fx.map_arg(n.args, lambda m: _plain(n, known[m]))
-        kwargs = {key: x for key, x in n.kwargs.items() if key in _KEYWORDS and x is not None}
+        if name in OF_ONE_DTYPE:
+            args = tuple(_beside(n, x) for x in args)
+        kwargs = {key: x for key, x in n.kwargs.items() if key in KEYWORDS and x is not None}
         wanted = n.meta["val"].dtype
 
         def whole(x: Any) -> Any:
@@ -270,13 +315,13 @@ class _Run:
             return whole(function(*args, **kwargs))
 
         try:
-            return each(run, args) if name in _OPERATORS else each(whole, (function(*args),))
+            return each(run, args) if name in OPERATORS else each(whole, (function(*args),))
         except TypeError as error:  # of kinds of numbers that do not fit
             raise TypeError(f"score_mod calls {n.target}, and {error}") from None
 
     def _as(self, dtype: torch.dtype, x: Traced) -> Traced:
         """A number as one of this dtype: integers keep the bits that it has, as PyTorch's do."""
-        graph, kind = x._graph, "float" if dtype.is_floating_point else _KINDS.get(dtype, "int")
+        graph, kind = x._graph, "float" if dtype.is_floating_point else KINDS.get(dtype, "int")
         if graph.kind(x._n) != kind:
             x = x.astype({"bool": bool, "float": float, "int": "int32", "long": "int64"}[kind])
         if kind == "int" and dtype is not torch.int32:
@@ -367,6 +412,34 @@ class _Run:
         return -math.inf, math.inf
 
 
+def _behind(nodes: set[Any]) -> list[Any]:
+    """The tensors, and the numbers of the pair, through which gradients would reach these nodes."""
+    found, seen, left = [], set[Any](), [n for n in nodes if _is_float(n)]
+    while left:
+        n = left.pop()
+        if n in seen or not _is_float(n) or name_of(n) == "detach":
+            continue
+        seen.add(n)
+        left += n.all_input_nodes
+        if n.op in ("placeholder", "get_attr"):
+            found.append(n)
+    return found
+
+
+def _is_float(n: Any) -> bool:
+    return bool(getattr(n.meta.get("val"), "is_floating_point", lambda: n.op == "get_attr")())
+
+
+def _beside(n: Any, x: Any) -> Any:
+    """A number of Python's as what it is beside the one tensor of an operator, of integers: what does not fit comes in
+    at the other end."""
+    of = [m.meta["val"].dtype for m in n.all_input_nodes]
+    if type(x) is not int or len(of) != 1 or of[0].is_floating_point or of[0] is torch.bool:
+        return x
+    limits = torch.iinfo(of[0])
+    return (x - limits.min) % 2**limits.bits + limits.min
+
+
 def _plain(n: Any, x: Any) -> Any:
     if isinstance(x, Element):
         if (row := x.row()) is not None:
@@ -378,121 +451,3 @@ def _plain(n: Any, x: Any) -> Any:
             "x.sum(-1)[h] for x[h].sum()"
         )
     return x
-
-
-# ---- PyTorch's operators --------------------------------------------------------------------------------------------
-
-
-def _name(n: Any) -> str:
-    """Of the operator, whichever of its overloads it is, in place or not."""
-    schema = getattr(n.target, "_schema", None)  # Python's own take a result out of several
-    return "" if schema is None else str(schema.name).removeprefix("aten::").strip("_")
-
-
-def _tags(n: Any) -> Any:
-    """What PyTorch says of the operator."""
-    return getattr(n.target, "tags", ())
-
-
-def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
-    return apply("add", x, y if alpha == 1 else apply("mul", y, alpha))
-
-
-def _sub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    return apply("sub", x, y if alpha == 1 else apply("mul", y, alpha))
-
-
-def _is_float(*args: Any) -> bool:
-    return any(isinstance(x, float) or (isinstance(x, Traced) and x._graph.kind(x._n) == "float") for x in args)
-
-
-def _truncated(x: Any) -> Any:
-    return where(apply("lt", x, 0), apply("neg", apply("floor", apply("neg", x))), apply("floor", x))
-
-
-def _div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
-    if rounding_mode is None:
-        return apply("div", x, y)
-    if _is_float(x, y):
-        return (_truncated if rounding_mode == "trunc" else lambda x: apply("floor", x))(apply("div", x, y))
-    return apply("truncdiv" if rounding_mode == "trunc" else "floordiv", x, y)
-
-
-def _remainder(x: Any, y: Any) -> Any:
-    if not _is_float(x, y):
-        return apply("mod", x, y)
-    return apply("sub", x, apply("mul", apply("floor", apply("div", x, y)), y))
-
-
-def _fmod(x: Any, y: Any) -> Any:
-    if not _is_float(x, y):
-        return apply("truncmod", x, y)
-    return apply("sub", x, apply("mul", _truncated(apply("div", x, y)), y))
-
-
-def _pow(x: Any, y: Any) -> Any:
-    y = int(y) if isinstance(y, float) and y.is_integer() else y
-    if isinstance(y, int) and y > 1 and not _is_float(x):  # by products, which wrap
-        half = _pow(x, y // 2)
-        return apply("mul", apply("mul", half, half), x if y % 2 else 1)
-    return power(x, y)
-
-
-def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
-    """Whose derivative at the bounds is 1, as PyTorch's."""
-    x = x if low is None else where(apply("lt", x, low), low, x)
-    return x if high is None else where(apply("lt", high, x), high, x)
-
-
-def _sign(x: Any) -> Any:
-    return where(apply("lt", 0, x), 1, where(apply("lt", x, 0), -1, 0))
-
-
-def _cast(x: Any, dtype: torch.dtype | None = None) -> Any:
-    return x.astype(_CASTS[dtype]) if dtype in _CASTS and isinstance(x, Traced) else x
-
-
-_CASTS = {
-    torch.bool: "bool", torch.int8: "int32", torch.uint8: "int32", torch.int16: "int32", torch.int32: "int32",
-    torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
-    torch.float64: "float64",
-}  # fmt: skip
-_KEYWORDS = ("alpha", "rounding_mode", "dtype", "approximate")
-_KINDS = {torch.bool: "bool", torch.int64: "long"}
-
-
-def _simple(op: str) -> Any:
-    return lambda *args: apply(op, *args)
-
-
-_OPERATORS: dict[str, Any] = {
-    **{op: _simple(op) for op in ("mul", "neg", "abs", "minimum", "maximum", "exp", "log", "log2", "sqrt", "tanh",
-        "sigmoid",
-                                  "sin", "cos", "floor", "erf", "atan2", "lt", "le", "eq", "ne")},
-    "add": _add, "sub": _sub, "rsub": lambda x, y, alpha=1: _sub(y, x, alpha), "div": _div,
-    "floor_divide": lambda x, y: _div(x, y, "floor"), "remainder": _remainder, "fmod": _fmod, "pow": _pow,
-    "gt": lambda x, y: apply("lt", y, x), "ge": lambda x, y: apply("le", y, x),
-    "bitwise_and": _simple("and"), "bitwise_or": _simple("or"), "bitwise_xor": _simple("xor"),
-    "bitwise_not": _simple("not"),
-    "logical_and": lambda x, y: apply("and", truth(x), truth(y)),
-    "logical_or": lambda x, y: apply("or", truth(x), truth(y)),
-    "logical_xor": lambda x, y: apply("xor", truth(x), truth(y)), "logical_not": lambda x: apply("not", truth(x)),
-    "bitwise_left_shift": _simple("shl"), "bitwise_right_shift": _simple("shr"), "lshift": _simple("shl"),
-    "rshift": _simple("shr"), "and": _simple("and"), "or": _simple("or"), "xor": _simple("xor"), "where": where,
-    "masked_fill": lambda x, mask, value: where(mask, value, x),
-    "clamp": _clamp, "clamp_min": _clamp, "clamp_max": lambda x, high: _clamp(x, None, high),
-    "relu": lambda x: where(apply("lt", 0, x), x, 0), "gelu": gelu,
-    "softplus": lambda x, beta=1, _=20: apply("div", softplus(apply("mul", x, beta)), beta),
-    "silu": lambda x: apply("mul", x, apply("sigmoid", x)),
-    "exp2": lambda x: apply("pow", 2.0, x), "log10": lambda x: apply("div", apply("log", x), math.log(10)),
-    "log1p": lambda x: apply("log", apply("add", x, 1)), "expm1": lambda x: apply("sub", apply("exp", x), 1),
-    "rsqrt": lambda x: apply("div", 1, apply("sqrt", x)), "reciprocal": lambda x: apply("div", 1, x),
-    "tan": lambda x: apply("div", apply("sin", x), apply("cos", x)),
-    "ceil": lambda x: apply("neg", apply("floor", apply("neg", x))), "trunc": _truncated, "sign": _sign, "sgn": _sign,
-    "to_copy": _cast, "clone": lambda x: x, "alias": lambda x: x,
-}  # fmt: skip
-# What depends on nothing but the shape and dtype of a number: what it is.
-_OF_SHAPE: dict[str, Any] = {
-    "zeros_like": lambda n: 0, "ones_like": lambda n: 1, "new_zeros": lambda n: 0, "new_ones": lambda n: 1,
-    "full_like": lambda n: n.args[1], "new_full": lambda n: n.args[2],
-}  # fmt: skip
