@@ -80,7 +80,8 @@ def attention_append(
     cu_seqlens_q : (N + 1,) int32 or int64, optional
         q, k_new and v_new are packed: sequence n has their rows from cu_seqlens_q[n] up to cu_seqlens_q[n + 1].
     page_table : (N, P) int32 or int64, optional
-        As of `attention`; with the pages that new rows come to, which no other sequence of the call may write to.
+        As of `attention`; with the pages that new rows come to, which no other sequence of the call may write to. A
+        page that a sequence has twice must not give two new rows one place.
     slots : (N, L) or (T,) int32 or int64, optional
         In the place of seqlens_k and page_table: the row of each new one, counted through all entries of a cache, or
         all pages of a pool; -1 for none. q must be None then, and rotary too: positions are not known.
@@ -210,6 +211,9 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
     writing.check_rows(views, asked.layout)
     if interop.followed(lib, arrays["k_cache"]):
         writing.check_mapped(lib, arrays)
+    if lib.kind == "jax" and cached.of_eight(arrays["k_cache"]):
+        of_jax: Any = lib
+        arrays |= {name: of_jax.forward_alone(name, arrays[name]) for name in ("k_new", "v_new")}
     if "slots" in arrays:
         if lib.kind != "jax":  # whose arrays are not written to
             writing.check_apart(views, memory=interop.memory(lib, arrays))
@@ -226,9 +230,6 @@ def _appended(arrays: Arrays, options: dict[str, Any]) -> Any:
 
 def _behind(lib: Library, arrays: Arrays, views: writing.Views, asked: _Asked, key: Any) -> tuple[Array, ...]:
     attends, layout = "q" in arrays, asked.layout
-    if attends and lib.kind == "jax" and cached.of_eight(arrays["k_cache"]):
-        of_jax: Any = lib
-        arrays = arrays | {name: of_jax.forward_alone(name, arrays[name]) for name in ("k_new", "v_new")}
     turns = attends and "rotary[0]" in arrays
     call = _call(lib, arrays, asked)
     adopted, targets = interop.adopt(lib, call.arrays, call.targets)

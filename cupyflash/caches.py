@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .lengths import check_values
+from .lengths import check_values, holders
 from .namespaces import arange, cast
 from .problem import AttentionProblem
 
@@ -41,12 +41,12 @@ def behind(xp: Any, problem: AttentionProblem, rows: int, lengths: dict[str, Arr
     filled, ends = _wide(xp, lengths["seqlens_k"]), lengths.get("cu_seqlens_q")
     number = arange(xp, rows, filled)
     if not problem.batch or not problem.seq_k:  # no place at all
-        none = number if ends is not None else filled[:, None] + number
+        none = number if ends is not None else filled[:, None] + number[None]
         none = xp.zeros_like(none)
         return Behind(none, lengths["seqlens_k"], Places(none, none, none > 0))
     if ends is None:
         of = arange(xp, problem.batch, filled)[:, None]
-        positions, new = filled[:, None] + number, rows
+        positions, new = filled[:, None] + number[None], rows
         real = (filled >= 0)[:, None] & (positions >= 0)
         of = of + xp.zeros_like(positions)
     else:
@@ -113,41 +113,58 @@ def _bits(xp: Any, x: Array) -> Array:
 # ---- values, where they can be read ---------------------------------------------------------------------------------
 
 
-def check_behind(problem: AttentionProblem, lengths: dict[str, np.ndarray], rows: int, turned: int | None) -> None:
+def check_behind(problem: AttentionProblem, arrays: dict[str, np.ndarray], rows: int, turned: int | None) -> None:
     """ValueError, naming the place, where new rows have none. Arrays of int64 on the host; `turned`: the positions that
     rotary has."""
-    check_values(problem, lengths)
-    filled, ends = lengths["seqlens_k"], lengths.get("cu_seqlens_q")
+    check_values(problem, arrays)
+    filled, ends = arrays["seqlens_k"], arrays.get("cu_seqlens_q")
     new = np.full(len(filled), rows) if ends is None else ends[1:] - ends[:-1]
     totals = filled + new
-    for most, what in ((problem.seq_k, "k_cache has room for"), (turned, "rotary has angles for")):
+    room, others = problem.seq_k, holders(problem, "k")
+    if others:  # which may be shorter than a cache
+        room = problem.cache or 0 if problem.page is None else arrays["page_table"].shape[1] * problem.page
+    limits = (
+        (room, f"k_cache has room for {room}"), (turned, f"rotary has angles for {turned}"),
+        (problem.seq_k, f"{others} is for {problem.seq_k} keys"),
+    )  # fmt: skip
+    for most, what in limits:
         if most is not None and (totals > most).any():
             n = int((totals > most).argmax())
-            raise ValueError(f"seqlens_k[{n}] is {filled[n]}, and {new[n]} rows come behind these; {what} {most}")
+            raise ValueError(f"seqlens_k[{n}] is {filled[n]}, and {new[n]} rows come behind these; {what}")
     if problem.page is not None:
-        _check_pages(problem, lengths["page_table"], filled, totals)
+        _check_pages(problem, arrays["page_table"], filled, totals)
 
 
 def _check_pages(problem: AttentionProblem, table: np.ndarray, filled: np.ndarray, totals: np.ndarray) -> None:
     assert problem.page is not None
-    writers: dict[int, int] = {}
+    size = problem.page
+    writers: dict[int, tuple[int, int]] = {}  # the last place of the table at which a page is written
     for n in map(int, np.flatnonzero(totals > filled)):
-        for at in range(filled[n] // problem.page, -(-totals[n] // problem.page)):
+        for at in range(filled[n] // size, -(-totals[n] // size)):
             page = int(table[n, at])
             if not 0 <= page < problem.pages:
                 raise ValueError(
                     f"page_table[{n}, {at}] is {page}; it must be a page of k_cache, 0 to {problem.pages - 1}: the "
                     f"rows that come behind seqlens_k[{n}], {filled[n]}, reach it"
                 )
-            if writers.setdefault(page, n) != n:
+            other, before = writers.get(page, (n, at))
+            if other != n:
                 raise ValueError(
-                    f"page_table[{n}, {at}] is {page}, a page that rows of sequence {writers[page]} are written to as "
-                    "well; sequences that write must have pages of their own there"
+                    f"page_table[{n}, {at}] is {page}, a page that rows of sequence {other} are written to as well; "
+                    "sequences that write must have pages of their own there"
                 )
+            # Rows from the first on are written here; there, up to the last one.
+            if before < at and filled[n] - before * size < totals[n] - at * size:
+                raise ValueError(
+                    f"page_table[{n}, {at}] is {page}, as page_table[{n}, {before}] is, so that of the rows that come "
+                    f"behind seqlens_k[{n}], {filled[n]}, two would have one place; it must be a page of its own"
+                )
+            writers[page] = n, at
 
 
-def check_slots(slots: np.ndarray, most: int) -> None:
-    """ValueError, naming the place, where one is no row of the cache, or that of two new rows."""
+def check_slots(arrays: dict[str, np.ndarray], most: int) -> None:
+    """ValueError, naming the place, where one of the slots is no row of the cache, or that of two new rows."""
+    slots = arrays["slots"]
     wrong = (slots < -1) | (slots >= most)
     if wrong.any():
         place = _place(slots, int(wrong.argmax()))

@@ -27,12 +27,13 @@ class Call:
     follows: bool = False  # a launch of ours, which waited for all before it, is the last one in the stream
     check: bool = False  # whether values of lengths, offsets and pages on a device are looked at first
     followed: bool = False  # of a forward: its gradients will be asked for
+    own: bool = False  # of what takes out and lse: they are surely what attention made of the other arrays
 
     def but(self, **fields: Any) -> Call:
         """The same call with other fields."""
         call = Call(
             self.lib, self.of, self.arrays, self.options, self.targets, self.seed, self.family, self.return_lse,
-            self.wrt, self.add, self.follows, self.check, self.followed,
+            self.wrt, self.add, self.follows, self.check, self.followed, self.own,
         )  # fmt: skip
         for name, x in fields.items():
             setattr(call, name, x)

@@ -3,19 +3,18 @@ columns."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
 from typing import Any
 
 import numpy as np
 
-from .namespaces import float8_of
+from .namespaces import float8_of, namespace
 from .problem import BLOCK, FLOATS, check_layout, float_name
 
 LARGEST = 448.0  # of e4m3
 _SMALLEST = 1e-30  # that `attention` takes for a descale
-_LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}
+_LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 
 
 def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple[Any, Any]:
@@ -58,7 +57,7 @@ def quantize(x: Any, by: str | None = "block", *, layout: str = "bshd") -> tuple
         raise TypeError(f"x has dtype {x.dtype}; it must be one of {', '.join(FLOATS)}")
     if not 2 <= len(x.shape) <= 4:
         raise ValueError(f"x has {len(x.shape)} dimensions, shape {tuple(x.shape)}; it must have 4, 3 or 2")
-    xp = importlib.import_module(_LIBRARIES[package])
+    xp = namespace(_LIBRARIES[package])
     seq_first = layout == "bshd" and len(x.shape) > 2
     rows = xp.swapaxes(x, -3, -2) if seq_first else x  # (..., S, D)
     rows = _cast(rows, xp.float32)

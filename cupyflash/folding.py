@@ -56,7 +56,8 @@ def backward(
         ]
         results = dict(zip(("q", "k", "v", *folded), map(xp.stack, zip(*alone))))
     else:
-        results = folding.gradients(run(folding.fold(arrays), folding.options, folded), arrays, folded)
+        given = _without_sinks(arrays) if "sinks" in has else arrays
+        results = folding.gradients(run(folding.fold(given), folding.options, folded), given, folded)
     if "sinks" in wrt:
         results["sinks"] = folding.of_sinks(arrays, has)
     return [results[name] for name in ("q", "k", "v", *wrt)]
@@ -261,21 +262,29 @@ class Folding:
         They have no batch axis to be folded into: softmax over one score more is out · exp(lse - lse'), where lse' has
         it.
         """
-        total = self.xp.logaddexp(lse, self._like(self._over_rows(sinks), lse))
-        weight = self.xp.where(total == -math.inf, 0.0, self.xp.exp(lse - total))
-        return self._like(self._like(out, lse) * self._over_out(weight), out), total
+        where = self.xp.where
+        sinks = self._like(self._over_rows(sinks), lse)
+        sinks = where(sinks == -math.inf, -math.inf, sinks)  # these have no gradient
+        unseen = lse == -math.inf
+        lse = where(unseen, 0.0, lse)  # derivatives go through both branches: none may compute inf - inf
+        total = self.xp.logaddexp(lse, sinks)
+        weight = where(unseen, 0.0, self.xp.exp(lse - total))
+        return self._like(self._like(out, lse) * self._over_out(weight), out), where(unseen, sinks, total)
 
     def of_sinks(self, arrays: Arrays, has: Collection[str]) -> Any:
         """The gradient of sinks, with the new axis in front: Σ exp(sink - lse) (dlse - rowsum(dout · out)) over a
         head's rows."""
         given = {name: arrays[name] for name in ("sinks", "lse", "out", "dout", "dlse") if name in arrays}
         full = {name: x if name in has else self._expand(x[None], (self.size, *x.shape)) for name, x in given.items()}
-        lse, sinks = full["lse"], full["sinks"]
-        delta = (self._like(full["dout"], lse) * self._like(full["out"], lse)).sum(-1)
+        where, lse, sinks, out = self.xp.where, full["lse"], full["sinks"], full["out"]
+        unseen = lse == -math.inf
+        # A query that sees no key has an out of 0, and a dout that may hold anything.
+        dout = where((out != 0).any(-1)[..., None], full["dout"], 0.0)
+        delta = (self._like(dout, lse) * self._like(out, lse)).sum(-1)
         if self.layout == "bshd" and self.rank > 2:
             delta = delta.swapaxes(-1, -2)
-        slope = full["dlse"] - delta if "dlse" in full else -delta
-        weight = self.xp.where(lse == -math.inf, 0.0, self.xp.exp(self._like(self._over_rows(sinks), lse) - lse))
+        slope = where(unseen, 0.0, full["dlse"]) - delta if "dlse" in full else -delta
+        weight = self.xp.exp(self._like(self._over_rows(sinks), lse) - where(unseen, math.inf, lse))
         terms = (weight * slope).sum(-1)
         terms = terms.sum(1) if self.rank == 4 else terms
         if math.prod(sinks.shape) < math.prod(terms.shape):  # one stands for all heads

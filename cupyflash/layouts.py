@@ -10,21 +10,21 @@ from typing import Any
 from .problem import LAYOUTS, AttentionProblem, View
 
 
-def of_layout(error: ValueError, layout: Any, retry: Callable[[str], Any]) -> ValueError:
+def of_layout(error: ValueError, layout: Any, q: View, retry: Callable[[str], Any]) -> ValueError:
     """The error; where shapes are right in the other layout, by which `retry` checks them, its message says so."""
     if type(error) is ValueError and isinstance(layout, str) and layout in LAYOUTS:
         with contextlib.suppress(TypeError, ValueError):
-            retry(_other(layout))
-            return ValueError(error_of_fit(str(error), _other(layout)))
+            retry(other_layout(layout))
+            return ValueError(error_of_fit(str(error), other_layout(layout), len(q.shape)))
     return error
 
 
-def error_of_fit(message: str, layout: str) -> str:
+def error_of_fit(message: str, layout: str, rank: int) -> str:
     """A message of shapes that fit another layout. (Functions that have no such argument say it, too.)"""
-    return f'{message}; the shapes fit as {_axes(layout)}, layout="{layout}"'
+    return f'{message}; the shapes fit as {_axes(layout, rank)}, layout="{layout}"'
 
 
-def _axes(layout: str, rank: int = 4) -> str:
+def _axes(layout: str, rank: int) -> str:
     axes = ("batch", *(("sequence", "heads") if layout == "bshd" else ("heads", "sequence")), "dim")
     return f"({', '.join(axes[4 - rank :])})"
 
@@ -42,10 +42,10 @@ def doubt(problem: AttentionProblem, q: View, layout: str) -> None:
     ):
         warnings.warn(
             f"q of shape {q.shape} is read as {_axes(layout, rank)}: {n} heads of dimension {problem.dim}, with "
-            f'{problem.seq_q} queries each; if these are rows, give layout="{_other(layout)}"',
+            f'{problem.seq_q} queries each; if these are rows, give layout="{other_layout(layout)}"',
             stacklevel=2,
         )
 
 
-def _other(layout: str) -> str:
+def other_layout(layout: str) -> str:
     return LAYOUTS[1 - LAYOUTS.index(layout)]

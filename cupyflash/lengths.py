@@ -290,7 +290,7 @@ def _check_offsets(name: str, x: np.ndarray, side: str, problem: AttentionProble
     if (n := _first(x[1:] - x[:-1] > most)) is not None:
         raise ValueError(
             f"{name}[{n + 1}] is {x[n + 1]}, {x[n + 1] - x[n]} more than {name}[{n}]; it must be at most {most} more, "
-            f"as long as {_holders(problem, side)}"
+            f"as long as {holders(problem, side)}"
         )
 
 
@@ -298,7 +298,7 @@ def _check_range(name: str, x: np.ndarray, what: str, problem: AttentionProblem)
     if (n := _first(x < 0)) is not None:
         raise ValueError(f"{name}[{n}] is {x[n]}; it must be 0 or more")
     if (n := _first(x > problem.seq_k)) is not None:
-        also = _holders(problem, "k")
+        also = holders(problem, "k")
         what += f", and as long as {also}" if also else ""
         raise ValueError(f"{name}[{n}] is {x[n]}; it must be at most {problem.seq_k}, {what}")
 
@@ -326,7 +326,7 @@ def _first(wrong: np.ndarray) -> int | None:
     return int(wrong.argmax()) if wrong.any() else None
 
 
-def _holders(problem: AttentionProblem, side: str) -> str:
+def holders(problem: AttentionProblem, side: str) -> str:
     """The arrays over pairs, which may be shorter than sequences could be."""
     axis = "query" if side == "q" else "key"
     rows = (ARRAY_RULES[x.name] for x in problem.given)

@@ -10,10 +10,10 @@ import numpy as np
 
 from . import interop
 from .interop.protocol import Library
-from .layouts import error_of_fit
-from .namespaces import cast, namespace
+from .layouts import error_of_fit, other_layout
+from .namespaces import cast, namespace, over_out
 from .overlap import overlap, overlaps_itself
-from .problem import FLOATS, LAYOUTS, check_layout
+from .problem import FLOATS, check_layout
 
 Array = Any
 _prepared: dict[Any, Any] = {}
@@ -42,8 +42,7 @@ def merge(outs: Any, lses: Any, *, layout: str = "bshd", out: tuple[Array, Array
             _prepared[key] = lib, prepared
         found = prepared.run(lib, outs, lses, targets)
     else:
-        with np.errstate(all="ignore"):  # an lse of +inf gives NaN, as IEEE says
-            found = _merged(namespace(lib.kind), outs, lses, layout)
+        found = (_merged_quietly if lib.kind == "numpy" else _merged)(namespace(lib.kind), outs, lses, layout)
         for x, y in zip(targets, found):
             x[...] = y
     if into is not None:
@@ -115,6 +114,12 @@ def _targets(lib: Any, into: Any, outs: list[Array], lses: list[Array]) -> list[
     return targets
 
 
+def _merged_quietly(*given: Any) -> tuple[Array, Array]:
+    """Of NumPy, which would warn: an lse of +inf gives NaN, as IEEE says."""
+    with np.errstate(all="ignore"):
+        return _merged(*given)
+
+
 def _merged(xp: Any, outs: list[Array], lses: list[Array], layout: str) -> tuple[Array, Array]:
     top = functools.reduce(xp.maximum, lses)
     top = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # a row that no part saw must not compute inf - inf
@@ -123,7 +128,7 @@ def _merged(xp: Any, outs: list[Array], lses: list[Array], layout: str) -> tuple
     unseen = total == 0
     total = xp.where(unseen, xp.ones_like(total), total)
     lse = xp.where(unseen, xp.full_like(total, -xp.inf), top + xp.log(total))
-    parts = [cast(out, total.dtype) * _over_out(weight / total, layout) for out, weight in zip(outs, weights)]
+    parts = [cast(out, total.dtype) * over_out(weight / total, layout) for out, weight in zip(outs, weights)]
     return cast(_sum(parts), outs[0].dtype), lse
 
 
@@ -132,13 +137,6 @@ def _sum(parts: list[Array]) -> Array:
     while len(parts) > 1:
         parts = [sum(parts[i + 1 : i + 2], start=parts[i]) for i in range(0, len(parts), 2)]
     return parts[0]
-
-
-def _over_out(weight: Array, layout: str) -> Array:
-    """A weight for each row, shaped like lse (.., H, S), so that it broadcasts over out."""
-    if layout == "bshd" and weight.ndim > 1:
-        weight = weight.swapaxes(-1, -2)
-    return weight[..., None]
 
 
 def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], list[Array]]:
@@ -177,10 +175,10 @@ def _checked(outs: Any, lses: Any, layout: str) -> tuple[Library, list[Array], l
         if view.dtype != dtype:
             raise TypeError(f"{name} has dtype {view.dtype}; it must be {dtype}, since outs[0] is {first.dtype}")
         if view.shape != shape:
-            other = next(x for x in LAYOUTS if x != layout)
+            other = other_layout(layout)
             fits = not is_out and view.shape == _rows(first.shape, other)
             said = f"{name} has shape {view.shape}; it must be {shape}, since outs[0] has shape {first.shape}"
-            raise ValueError(error_of_fit(said, other) if fits else said)
+            raise ValueError(error_of_fit(said, other, len(first.shape)) if fits else said)
         if view.device != first.device and view.device and first.device:  # traced JAX arrays have none yet
             raise ValueError(f"{name} is on {view.device} but outs[0] is on {first.device}; all must be on one device")
     parts = list(arrays.values())

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from .signature import unscripted
 
 F = TypeVar("F", bound=Callable[..., Any])
-_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'$")
+_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'(?=$|\. Did you mean)")
 
 _DROPOUT = "here it is dropout, which needs a seed"
 _WINDOW = "here it is window=(left, right), with None where a side is unbounded"
@@ -147,7 +147,7 @@ def renaming(traced: Callable[[], bool] = lambda: False, **theirs: str) -> Calla
                 if unknown := _UNEXPECTED.search(text := str(error)):  # of what is called here, by its own names
                     if unknown[1] not in theirs:
                         raise
-                    raise TypeError(f"{text}; here it is {theirs[unknown[1]]}") from error
+                    raise TypeError(f"{text[: unknown.end()]}; here it is {theirs[unknown[1]]}") from error
                 raise type(error)(ours.sub(lambda x: theirs[x[1]], text)) from error
 
         return unscripted(call)

@@ -10,6 +10,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+# What no pass gives a derivative of.
+TWICE = "attention can be differentiated twice, not three times"
+FORWARD_TWICE = (
+    "attention has no second derivative in forward mode alone; take one of them in reverse mode: jax.hessian and "
+    "torch.func.hessian do"
+)
+BY_RESULTS = (
+    "out and lse are what attention made of q, k, v and the optional arrays, but a derivative by them alone is wanted; "
+    "take it by these"
+)
+
 
 @dataclass(frozen=True)
 class Row:

@@ -60,8 +60,8 @@ def seed_of(seed: Any, dropout: Any) -> tuple[Any, int | None]:
         return None, None
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
         number = int(seed)
-        if not -(2**63) <= number < 2**64:
-            raise ValueError(f"seed is {number}; it must have 64 bits, from -2**63 to 2**64 - 1")
+        if not -(2**64) <= number < 2**64:
+            raise ValueError(f"seed is {number}; it must have 64 bits, from -2**64 to 2**64 - 1")
         return None, number % 2**64
     if isinstance(seed, (bool, numbers.Number)) or not _may_be_array(seed):
         raise TypeError(f"seed is {seed!r}; it must be an integer, or an array that holds one")
@@ -79,9 +79,7 @@ def fold_descales(options: dict[str, Any], q: Any, k: Any, descales: dict[str, A
     q, k: arrays or `View`s, of which shape and dtype are asked.
     """
     arrays, folded = {}, {"scale": "", "out_scale": ""}
-    for name, x in descales.items():
-        if x is None:
-            continue
+    for name, x in ((name, x) for name, x in descales.items() if x is not None):
         if not isinstance(x, numbers.Real):
             if not _may_be_array(x):
                 raise TypeError(
@@ -92,7 +90,6 @@ def fold_descales(options: dict[str, Any], q: Any, k: Any, descales: dict[str, A
         dtype = float_name(getattr(q, "dtype", None))
         if dtype in FLOATS and (name == "q_descale" or not cached.of_eight(k)):
             raise TypeError(_of_float8(name, dtype))
-        value = positive(name, x)
         if name == "v_descale":
             option, before = "out_scale", check_out_scale(options.get("out_scale"))
         else:
@@ -100,11 +97,14 @@ def fold_descales(options: dict[str, Any], q: Any, k: Any, descales: dict[str, A
             usual = 1.0 / math.sqrt(dim[0]) if dim[0] else 1.0
             scale = check_scale(options.get("scale"))
             option, before = "scale", usual if scale is None else scale
-        options[option] = before * value
+        options[option] = before * positive(name, x)
         folded[option] += f" times {name}"
-    for option, names in folded.items():
-        if names:
-            _in_range(option + names, cached.name_of(k) if cached.of_eight(k) else FLOAT8, options[option], None)
+    if folded["scale"]:
+        if cached.of_eight(q) and not {"q_descale", "k_descale"} & {*arrays} and abs(options["scale"]) < 1e-30:
+            options["scale"] = 0.0  # scores of 8 bits are so small then that softmax does not tell them from 0
+        _in_range(f"scale{folded['scale']}", cached.name_of(k) if cached.of_eight(k) else FLOAT8, options["scale"])
+    if folded["out_scale"]:  # that of V where it is 0 is the least, and may not become less
+        options["out_scale"] = positive(f"out_scale{folded['out_scale']}", max(options["out_scale"], 1e-30))
     return arrays
 
 
@@ -143,7 +143,7 @@ def describe(q: View, k: View, v: View | None = None, **given: Any) -> Attention
     try:
         problem = _described(**views, **given)
     except ValueError as error:
-        raise of_layout(error, layout, lambda other: _described(**views, **given | {"layout": other})) from None
+        raise of_layout(error, layout, q, lambda other: _described(**views, **given | {"layout": other})) from None
     places.check(problem)
     doubt(problem, q, layout)
     return problem
@@ -203,7 +203,7 @@ def _described(q: View, k: View, v: View, **given: Any) -> AttentionProblem:
     if not (ragged or options["batch_invariant"] or given["at"]):  # else it is data what a bound hides
         left, right = bounds(left, right, diagonal, sq, sk)
     options["scale"] = _in_range("scale", q.dtype, options["scale"], 1.0 / math.sqrt(d) if d else 1.0)
-    options["softcap"] = _in_range("softcap", q.dtype, options["softcap"], None)
+    options["softcap"] = _in_range("softcap", q.dtype, options["softcap"])
     options["score"] = score_of(options["score"], score_arrays, q)
     if options["score"] is not None and options["softcap"] is not None:
         raise ValueError(
@@ -324,7 +324,7 @@ def _check_array(row: ArrayRule, x: View, problem: AttentionProblem, q: View) ->
     _same(row.name, x, "q", q, dtype=False)
 
 
-def _in_range(name: str, dtype: str, value: float | None, default: float | None) -> Any:
+def _in_range(name: str, dtype: str, value: float | None, default: float | None = None) -> Any:
     if value is None:
         return default
     largest = 1e290 if dtype == "float64" else 1e30  # what scores are computed in takes it, and its inverse
@@ -347,7 +347,8 @@ def state(
     try:
         stated = _stated(views, targets, options, of)
     except ValueError as error:
-        raise of_layout(error, layout, lambda other: _stated(views, targets, options | {"layout": other}, of)) from None
+        q, again = views["q"], lambda other: _stated(views, targets, options | {"layout": other}, of)
+        raise of_layout(error, layout, q, again) from None
     places.check(stated[0])
     doubt(stated[0], views["q"], layout)
     return stated

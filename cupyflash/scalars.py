@@ -29,6 +29,12 @@ def check_no_text(**flags: Any) -> None:
             raise TypeError(f"{name} is {x!r}; it must be True or False")
 
 
+def integer(name: str, x: Any) -> int:
+    if (number := whole_number(x)) is None:
+        raise TypeError(f"{name} is {x!r}; it must be an integer")
+    return number
+
+
 def whole_number(x: Any) -> int | None:
     """The number that x is; None where it is none, as a flag is."""
     if isinstance(x, bool):

@@ -84,7 +84,7 @@ def attention_weights(
 
     Costs about an attention for each 128 keys asked for, or a backward for each 128 queries, whichever is less; a sum
     over queries or keys one of them. (On a CPU for each 1024.) Memory is that of the result and of one such call.
-    Differentiable in PyTorch and JAX as `attention` is.
+    Differentiable in PyTorch and JAX as `attention` is, twice; what is itself a backward, as a sum over queries, once.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ class _Weights:
 
     def _columns(self, rows: int, some: range) -> Any:
         """(rows, n): 1 where the row is the n-th of `some`."""
-        return self._typed(self._arange(rows)[:, None] == some.start + some.step * self._arange(len(some)))
+        return self._typed(self._arange(rows)[:, None] == some.start + some.step * self._arange(len(some))[None])
 
     def _column(self, rows: int, some: range) -> Any:
         """(rows, 1): 1 where the row is one of `some`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import cached, caches, interop, overlap
@@ -32,9 +34,7 @@ def in_slots(
     """At rows that slots name. `arrays`: new rows, caches and slots, scales of caches of 8 bits among them; `numbers`:
     those of such scales that are no arrays."""
     xp, (entries, rows, _, _) = namespace(lib.kind), to_bshd(views["k_cache"].shape, layout)
-    held = _on_host(lib, arrays, views, ("slots",), check)
-    if held is not None:
-        caches.check_slots(held["slots"], entries * rows)
+    arrays = _looked_at(lib, arrays, views, ("slots",), check, caches.check_slots, most=entries * rows)
     if (kernel := on_kernel(lib, arrays)) is not None:
         place = kernel.Place.in_slots(views["slots"].shape, (entries, rows))
         prepared = kernel.prepare(lib, arrays, place, layout, False, numbers)
@@ -59,10 +59,9 @@ def behind(
     be turned by them. `problem`: of the attention that follows; `numbers` as of `in_slots`."""
     xp, rows = namespace(lib.kind), to_bshd(views["k_new"].shape, layout)[1]
     lengths = [name for name in ("seqlens_k", "cu_seqlens_q", "page_table") if name in arrays]
-    held = _on_host(lib, arrays, views, lengths, check)
-    if held is not None:
-        turned = views["rotary[0]"].shape[0] if "rotary[0]" in views else None
-        caches.check_behind(problem, held, rows, turned)
+    turned = views["rotary[0]"].shape[0] if "rotary[0]" in views else None
+    how = {"problem": problem, "rows": rows, "turned": turned}
+    arrays = _looked_at(lib, arrays, views, lengths, check, caches.check_behind, **how)
     if (kernel := on_kernel(lib, arrays)) is not None:
         place = kernel.Place.behind(problem, rows, to_bshd(views["k_cache"].shape, layout)[:2])
         prepared = kernel.prepare(lib, arrays, place, layout, interleaved, numbers)
@@ -100,6 +99,8 @@ def _write(
     lib: Library, xp: Any, arrays: Arrays, places: caches.Places, layout: str, numbers: dict[str, float]
 ) -> tuple[Array, ...]:
     """Nothing, or the caches, and their scales of rows, where those that are given cannot be written to."""
+    if lib.kind == "torch":
+        _check_inference(arrays)
     found, of_rows = [], []
     for name in "kv":
         whole = arrays[f"{name}_cache"]
@@ -176,6 +177,17 @@ def check_apart(views: Views, targets: Views | None = None, memory: Views | None
     overlap.check_apart(written, named, (("k_cache", "k_new"), ("v_cache", "v_new")))
 
 
+def _check_inference(arrays: Arrays) -> None:
+    """ValueError where PyTorch would refuse a write, once it has written."""
+    inference_mode: Any = sys.modules["torch"].is_inference_mode_enabled
+    for name in ("k_cache", "v_cache", *(x for x in cached.SCALES if cached.of_rows(arrays.get(x), arrays["k_cache"]))):
+        if arrays[name].is_inference() and not inference_mode():
+            raise ValueError(
+                f"{name} was made under torch.inference_mode, and PyTorch lets nobody write to it outside; call "
+                "attention_append under torch.inference_mode, too, or make it under torch.no_grad"
+            )
+
+
 def check_mapped(lib: Library, arrays: Arrays) -> None:
     """ValueError where vmap maps what is written, or where, and not what it is written to."""
     for of in "kv":
@@ -241,7 +253,21 @@ def _in_layout(axes: tuple[str, ...], layout: str) -> str:
 # ---- where it is ----------------------------------------------------------------------------------------------------
 
 
-def _on_host(lib: Library, arrays: Arrays, views: Views, names: Any, check: bool) -> dict[str, Any] | None:
+def _looked_at(
+    lib: Library, arrays: Arrays, views: Views, names: Sequence[str], check: bool, look: Callable[..., None], **how: Any
+) -> Arrays:
+    """The arrays, of which `look` has seen the integers `names` where they can be read. Where JAX traces a call, they
+    can when it runs on a CPU, and others come in their place."""
+    held = _on_host(lib, arrays, views, names, check)
+    if held is not None:
+        look(arrays=held, **how)
+    elif lib.kind == "jax" and any(not views[name].device for name in ("k_cache", *names)):
+        of_jax: Any = lib
+        return arrays | of_jax.looked_at({name: arrays[name] for name in names}, check, look, **how)
+    return arrays
+
+
+def _on_host(lib: Library, arrays: Arrays, views: Views, names: Sequence[str], check: bool) -> dict[str, Any] | None:
     """Arrays of integers as NumPy's, of int64: those on a CPU always, those on a device where a check is asked for."""
     device = views["k_cache"].device
     if any(not views[name].device for name in names) or not device or (device != "cpu" and not check):

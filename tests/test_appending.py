@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -387,36 +386,6 @@ def test_what_pytorch_traces_is_refused_before_anything_is_written() -> None:
         with pytest.raises(ValueError, match=r"^v_new has shape"):
             attention_append(fake_q, fake_q, fake_q[:, :1], k, v, n)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(("form_q", "form_k"), FORMS)
-def test_jax_returns_the_caches(form_q: str, form_k: str, rng: np.random.Generator) -> None:
-    jax = pytest.importorskip("jax")
-    one = appended(rng, form_q, form_k, 6, options={"causal": True}, integers=np.int32)
-    one.run("bshd", jax.numpy.asarray, np.asarray)
-    one.run("bhsd", lambda x: jax.numpy.asarray(x) if x.dtype.kind == "f" else x, np.asarray)
-
-
-def test_jax_traced_and_donated(rng: np.random.Generator) -> None:
-    jax = pytest.importorskip("jax")
-    jnp = jax.numpy
-    q, k, v = jnp.asarray(rng.standard_normal((3, 2, 1, 2, 8)), jnp.float32)
-    new = functools.partial(jnp.zeros, (2, 6, 2, 8))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(k_cache: Any, v_cache: Any, filled: Any) -> Any:
-        return attention_append(q, k, v, k_cache, v_cache, filled)
-
-    out, k_cache, v_cache = step(new(), new(), jnp.array([2, 5]))
-    eager = attention_append(q, k, v, new(), new(), jnp.array([2, 5]))
-    for x, y in zip((out, k_cache, v_cache), eager):
-        np.testing.assert_array_equal(x, y)
-    assert (k_cache[0, 2] == k[0, 0]).all() and (k_cache[1, 5] == k[1, 0]).all()
-    alone = jax.jit(lambda c, f: attention_append(None, k, v, c, c, f))(new(), jnp.array([6, -1]))
-    assert not np.asarray(alone).any()  # full, and none: dropped
-    filled = jnp.array([2, 3])
-    step = jax.jit(lambda c, f: attention_append(None, k, v, c, c, f)[0])
-    assert (step(step(new(), filled), filled + 1)[0, 3] == k[0, 0]).all()
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_appending import given, paged
 
-from cupyflash import attention_append
+from cupyflash import attention_append, block_mask
 
 F32 = np.float32
 
@@ -51,12 +51,15 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rotary": (np.zeros((9, 4), F32), np.zeros((9, 3), F32))}, ValueError, r"^rotary\[1\] has shape \(9, 3\)"),
     ({"rotary": (np.zeros((9, 4)),) * 2}, TypeError, r"^rotary\[0\] has dtype float64; it must be float32"),
     ({"rotary": (np.zeros((8, 4), F32),) * 2}, ValueError,
-     r"^seqlens_k\[1\] is 6, and 3 rows come behind these; rotary has angles for 8"),
+     r"^seqlens_k\[1\] is 6, and 3 rows come behind these; rotary has angles for 8$"),
     ({"rotary_interleaved": 1}, TypeError, "^rotary_interleaved is 1; it must be True or False"),
     ({"rotary_interleaved": True}, TypeError, "^rotary_interleaved is True, but rotary is None; it"),
     ({"family": "sm91"}, ValueError, "^family is 'sm91'; it must be one of 'sm90'"),
     ({"family": "sm80"}, ValueError, "^family is 'sm80', a family of GPU kernels, but q is a numpy array on the CPU"),
-    ({"key_mask": np.ones((2, 8), bool)}, ValueError, r"^seqlens_k\[1\] is 6, and 3 rows .* room for 8"),
+    ({"key_mask": np.ones((2, 8), bool)}, ValueError,
+     r"^seqlens_k\[1\] is 6, and 3 rows come behind these; key_mask is for 8 keys$"),
+    ({"key_mask": np.ones((2, 9), bool), "bias": np.zeros((2, 4, 3, 7), F32)}, ValueError, "key_mask or bias is for 7"),
+    ({"block_mask": block_mask(np.ones((1, 1, 3, 8), bool), block=16)}, ValueError, "; block_mask is for 8 keys$"),
     ({"q": None, "causal": True}, ValueError, "^causal is given, but q is None"),
     ({"q": None, "return_lse": True}, ValueError, "^return_lse is given, but q is None"),
     ({"slots": np.zeros((2, 3), int)}, ValueError, "^q is given with slots"),
@@ -94,6 +97,19 @@ def test_pages_that_rows_cannot_come_to() -> None:
         with pytest.raises(ValueError, match=match):
             attention_append(**arguments)
         assert not arguments["k_cache"].any()
+    twice = paged(
+        [[1, 1, 1], [0, 3, 4]],
+        **{name: np.ones((2, 7, n, 8), F32) for name, n in (("q", 4), ("k_new", 2), ("v_new", 2))},
+    )
+    twice["seqlens_k"] = np.array([0, 2])
+    with pytest.raises(
+        ValueError, match=r"^page_table\[0, 1\] is 1, as page_table\[0, 0\] is, .* seqlens_k\[0\], 0, two"
+    ):
+        attention_append(**twice)
+    assert not twice["k_cache"].any()
+    apart = paged([[1, 1, -1], [3, 3, 4]])  # a page whose rows go round, each of which is written once
+    attention_append(**apart)
+    np.testing.assert_array_equal(apart["k_cache"][1, [2, 3, 0]], apart["k_new"][0])
     read = paged([[0, 1, -1], [0, 3, 4]])  # page 0 of sequence 1 is full, and read alone
     read["seqlens_k"] = np.array([4, 6])
     attention_append(**read)
@@ -104,6 +120,29 @@ def test_caches_that_cannot_be_written() -> None:
     arguments["v_cache"].flags.writeable = False
     with pytest.raises(ValueError, match="^v_cache is read-only"):
         attention_append(**arguments)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("how", ["called", "slots", "eager"])
+def test_caches_of_inference_mode_are_written_there(how: str, name: str) -> None:
+    """PyTorch changes a tensor that was made there first, and refuses it then."""
+    torch = pytest.importorskip("torch")
+    arrays = {name: torch.from_numpy(x.copy()) for name, x in given().items()}
+    if how == "slots":
+        arrays |= {"q": None, "seqlens_k": None, "slots": torch.arange(6).view(2, 3)}
+    torch._dynamo.reset()
+    call = attention_append if how in ("called", "slots") else torch.compile(attention_append, backend=how)
+    with torch.inference_mode():
+        arrays[name] = arrays[name].clone()
+    before = {x: arrays[x].clone() for x in ("k_cache", "v_cache")}
+    with pytest.raises(
+        ValueError, match=f"^{name} was made under torch.inference_mode, .* call attention_append under"
+    ):
+        call(**arrays)
+    assert all(torch.equal(arrays[x], before[x]) for x in before)
+    with torch.inference_mode():
+        call(**arrays)
+    assert not torch.equal(arrays[name], before[name])
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

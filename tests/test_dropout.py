@@ -153,6 +153,8 @@ def test_seeds_in_memory(backend: Backend, dtype: str, rng: np.random.Generator)
         expected = run(seed)
         for x, y in zip(run(backend.put(np.full((1, 1), seed, kind))), expected):
             np.testing.assert_array_equal(x, y)
+    for x, y in zip(run(5 - 2**64), run(5)):
+        np.testing.assert_array_equal(x, y)
     for x, y in zip(run(np.int32(-5)), run(2**64 - 5)):
         np.testing.assert_array_equal(x, y)
     assert (run(6)[0] != expected[0]).any()
@@ -223,7 +225,7 @@ BAD: list[tuple[dict[str, Any], type, str]] = [
     ({"dropout": 0.1, "seed": True}, TypeError, "seed is True; it must be an integer"),
     ({"seed": "a"}, TypeError, "seed is 'a'; it must be an integer"),
     ({"dropout": 0.1, "seed": 2**64}, ValueError, "seed is 18446744073709551616; it must have 64 bits, from -2"),
-    ({"dropout": 0.1, "seed": -(2**63) - 1}, ValueError, "it must have 64 bits"),
+    ({"dropout": 0.1, "seed": -(2**64) - 1}, ValueError, "it must have 64 bits"),
     ({"dropout": 0.1, "seed": np.arange(2)}, ValueError, r"seed has shape \(2,\); it must have one element"),
     ({"dropout": 0.1, "seed": np.array(1.0)}, TypeError,
         "seed has dtype float64; it must be int64 or uint64 or int32 or uint32"),

@@ -173,6 +173,7 @@ def test_explain_prints_without_rich() -> None:
     [
         (((1, 8, 1, 8),), TypeError, "q is a shape, (1, 8, 1, 8); dtype must be given with it"),
         ((["a", 1],), TypeError, "q is ['a', 1]; it must be an array or a shape"),
+        (((True, 128, 4, 64),), TypeError, "q is (True, 128, 4, 64); it must be an array or a shape"),
         (((1, -8, 1, 8),), ValueError, "q has shape (1, -8, 1, 8); its lengths must be 0 or more"),
         (("text",), TypeError, "q is a str; it must be an array"),
         (

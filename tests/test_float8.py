@@ -99,7 +99,7 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         ValueError, match="^scale times q_descale times k_descale is .*; for float8_e4m3fn inputs its size"
     ):
         attention(q, k, v, q_descale=1e25, k_descale=1e10)
-    with pytest.raises(ValueError, match="^out_scale times v_descale is 1e[+]40; for float8_e4m3fn inputs its size"):
+    with pytest.raises(ValueError, match="^out_scale times v_descale is 1e[+]40; it must be more than 0, from 1e-30"):
         attention(q, k, v, v_descale=1e20, out_scale=1e20)
     assert attention(q, k, v, scale=1.0, q_descale=1e30, k_descale=1e-30).shape == attention(q, k, v).shape
     with pytest.raises(TypeError, match="^v_descale has dtype float64; it must be float32"):
@@ -233,6 +233,33 @@ def test_quantize(library: str, by: str | None, rng: np.random.Generator) -> Non
     assert np.sqrt(((found - exact)[:, rows] ** 2).mean() / (exact[:, rows] ** 2).mean()) < (
         0.06 if by == "block" else 0.4
     )
+
+
+@pytest.mark.parametrize("zeros", ["q", "k", "v", "qk"])
+def test_the_scale_of_zeros_is_a_number_like_others(zeros: str, rng: np.random.Generator) -> None:
+    x = {name: rng.standard_normal((1, 5, 2, 8), np.float32) * (name not in zeros) for name in "qkv"}
+    numbers, scales = zip(*(quantize(x[name], None) for name in "qkv"))
+    names = [f"{name}_descale" for name in "qkv"]
+    arrays, plain = dict(zip(names, scales)), dict(zip(names, [x.item() for x in scales]))
+    for out_scale in (1.0, 0.5):
+        found, wanted = (
+            attention(*numbers, return_lse=True, out_scale=out_scale, **given) for given in (plain, arrays)
+        )
+        for a, b in zip(found, wanted):
+            np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), atol=1e-6, rtol=1e-2)
+    large = np.full((2, 1), 1e30, np.float32)  # beside an array a small number may be what makes a scale
+    with pytest.raises(ValueError, match="^scale times q_descale is 3.5.*e-31; for float8_e4m3fn inputs its size"):
+        attention(*numbers, q_descale=1e-30, k_descale=large)
+
+
+def test_quantize_in_one_graph(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(rng.standard_normal((1, 300, 2, 8), np.float32))
+    for by in ("block", "head", None):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, by=by: quantize(x, by), fullgraph=True, backend="aot_eager")
+        for found, wanted in zip(compiled(x), quantize(x, by)):
+            assert torch.equal(found.float(), wanted.float())
 
 
 @pytest.mark.filterwarnings("error")

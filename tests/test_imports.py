@@ -20,7 +20,7 @@ FLOORS = (
         "torch.dropout", "tools.visible",
     ),
     ("problem rules lengths places layouts gradients cached latent", "call", "arrays"),
-    ("interop.protocol", "overlap", "folding", "float8", "rotary caches"),
+    ("interop.protocol", "overlap", "folding", "parts", "float8", "rotary caches"),
     ("gpu", "cpu", "interop"),
     ("dispatch", "merging", "blockmask", "tangents", "writing"),
     ("interop.torch_*", "interop.jax_*"),

@@ -318,3 +318,16 @@ def test_nobody_hears_of_an_lse_that_was_not_asked_for(entry: Any) -> None:
             entry(x, x, x, mask=mask, return_lse=True)
         with pytest.raises(FloatingPointError):
             entry(x, x, x * np.inf)
+
+
+def test_descales_that_are_numbers() -> None:
+    """As cupyflash.attention takes them, by either name of it."""
+    q = put(np.ones((1, 2, 1, 4), np.float32)).astype("bfloat16")
+    k, q8 = (2 * q).astype("int8"), q.astype("float8_e4m3fn")
+    for of in (attention, cupyflash.attention):
+        np.testing.assert_array_equal(of(q, k, k, k_descale=0.5, v_descale=np.float32(0.25)).astype("float32"), 0.5)
+        np.testing.assert_array_equal(of(q8, q8, q8, q_descale=2, v_descale=4.0).astype("float32"), 4)
+        with pytest.raises(TypeError, match="^v_descale is True"):
+            of(q8, q8, q8, v_descale=True)
+    with pytest.raises(TypeError, match="^k_descale is a str; it must be a jax.Array or a numpy.ndarray"):
+        attention(q, k, k, k_descale="0.5")

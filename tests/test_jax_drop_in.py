@@ -78,6 +78,20 @@ def test_where_jax_is_told_to_promote_nothing(name: str) -> None:
     close(found, [dot_product_attention(q, k, v, mask=mask, **options) for mask in masks])
 
 
+def test_no_infinity_is_made_that_nobody_asked_for() -> None:
+    """As jax_debug_infs has it, of rows that see no key."""
+    q, lengths = numbers(1, 2, 1, 4), jnp.asarray([1], jnp.int32)
+    for options in ({"mask": jnp.asarray([[True, True], [False, False]])}, {"query_seq_lengths": lengths}):
+
+        def f(q: Any, options: dict[str, Any] = options, **more: Any) -> Any:
+            return dot_product_attention(q, q, q, **options, **more)
+
+        with jax.debug_infs(True):
+            assert not f(q)[:, 1].any()
+            assert jax.grad(lambda q, f=f: f(q).sum())(q).shape == q.shape
+        assert jnp.isneginf(f(q, return_residual=True)[1][:, 1]).all()
+
+
 def test_errors_name_the_arguments_of_jax() -> None:
     """Not those of `attention`, to which they are handed; while tracing."""
     q, k, v = qkv()

@@ -225,6 +225,18 @@ for device in jax.devices()[1:3]:
 for spec in (P("b", None, "h"), P("h"), P(None, None, None, "b")):
     close(results(jax.device_put(q, NamedSharding(mesh, spec))), expected)
 close(jax.pmap(results)(np.asarray(q)[:, None])[:2], tuple(x[:, None] for x in expected[:2]))
+def again(x, u):  # jvp of grad, and grad of grad
+    f = jax.grad(lambda x: (attention(x, x, x, causal=True) ** 2).sum())
+    return jax.jvp(f, (x,), (u,))[1], jax.grad(lambda x: (f(x) * u).sum())(x)
+if hasattr(mesh, "explicit_axes"):  # of which types tell: gradients are shared out as what they are of
+    from jax.sharding import AxisType
+    by_type = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    for spec in (P("b", None, "h"), P("h")):
+        x = jax.device_put(q, NamedSharding(by_type, spec))
+        found = results(x)
+        assert found[2].sharding.is_equivalent_to(x.sharding, x.ndim)
+        close(found, expected)
+        close(jax.jit(again)(x, x), jax.jit(again)(q, q))
 x, y = (jax.device_put(q, device) for device in jax.devices()[:2])
 for call in (attention, jax.jit(attention)):
     try:

@@ -120,6 +120,29 @@ def test_torch_gradients():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_torch_makes_one_graph(layout):
+    torch = pytest.importorskip("torch")
+    _, outs, lses = parts_of(fresh_rng())
+    outs = [torch.tensor(x if layout == "bshd" else x.swapaxes(1, 2)) for x in outs]
+    lses = [torch.tensor(x) for x in lses]
+
+    class Merged(torch.nn.Module):
+        def forward(self, *parts):
+            n = len(parts) // 2
+            return merge(parts[:n], parts[n:], layout=layout)
+
+    whole = merge(outs, lses, layout=layout)
+    torch._dynamo.reset()
+    compiled = torch.compile(Merged(), fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(Merged(), (*outs, *lses), strict=True).module()
+    for f in (compiled, exported):
+        same(f(*outs, *lses), whole)
+    outs = [x.requires_grad_() for x in outs]
+    grads = [torch.autograd.grad(f(*outs, *lses)[0].square().sum(), outs) for f in (compiled, Merged())]
+    torch.testing.assert_close(*grads)
+
+
 def test_jax_transforms():
     """merge is traced like any function of JAX: jit, grad and vmap, alone and around each other."""
     jax = pytest.importorskip("jax")

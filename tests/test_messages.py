@@ -343,6 +343,9 @@ def test_a_last_dimension_that_is_not_contiguous_works(backend: Backend, dtype: 
 # ---- the place of the heads ------------------------------------------------------------------------------------------
 
 
+AXES = {"bshd": r"\(batch, sequence, heads, dim\)", "bhsd": r"\(batch, heads, sequence, dim\)"}
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("what", ["heads", "bias", "lse", "merge", "explain"])
 def test_shapes_that_fit_the_other_layout(what: str, layout: str) -> None:
@@ -361,9 +364,16 @@ def test_shapes_that_fit_the_other_layout(what: str, layout: str) -> None:
         "explain": lambda layout: explain(q, k, k, layout=layout),
     }
     calls[what](other)
-    with pytest.raises(ValueError, match=f'; the shapes fit as .*, layout="{other}"$') as raised:
+    with pytest.raises(ValueError, match=f'; the shapes fit as {AXES[other]}, layout="{other}"$') as raised:
         calls[what](layout)
     assert str(raised.value).count("layout=") == 1
+
+
+def test_three_axes_that_fit_the_other_layout() -> None:
+    with pytest.raises(ValueError, match=r'; the shapes fit as \(heads, sequence, dim\), layout="bhsd"$'):
+        attention(ones(4, 10, 8), ones(4, 12, 8), ones(4, 12, 8))
+    with pytest.raises(ValueError, match=r'; the shapes fit as \(heads, sequence, dim\), layout="bhsd"$'):
+        merge([ones(4, 6, 8)] * 2, [ones(4, 6)] * 2)
 
 
 def test_shapes_that_fit_neither_layout() -> None:

@@ -12,7 +12,7 @@ from reference import fresh_rng
 
 import cupyflash
 from cupyflash import attention, attention_backward
-from cupyflash.other_names import HERE
+from cupyflash.other_names import _UNEXPECTED, HERE
 from cupyflash.problem import ARRAYS, OPTIONS
 
 X = np.ones((1, 4, 2, 8), np.float32)
@@ -48,6 +48,12 @@ def test_a_name_of_nobody() -> None:
         TypeError, match=r"^attention_backward\(\) got .* 'determinstic'; did you mean 'deterministic'\?$"
     ):
         attention_backward(X, X, X, X, X, X[..., 0], determinstic=True)
+
+
+@pytest.mark.parametrize("more", ["", ". Did you mean 'scales'?"])  # as Python says from 3.13 on
+def test_what_python_says_of_an_unknown_name(more: str) -> None:
+    found = _UNEXPECTED.search(f"f() got an unexpected keyword argument 'scale'{more}")
+    assert found is not None and found[1] == "scale" and found[0].endswith("'scale'")
 
 
 def test_functions_have_an_option_of_their_own() -> None:

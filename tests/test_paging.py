@@ -103,6 +103,70 @@ def test_tables_of_one_width() -> None:
         pages.append(some, [1, 1], width=1)
     assert pages.rows(some[0]) == 6 and repr(pages) == "<Pages: 5 of 8 left, 4 rows each, 2 sequences>"
     assert pages.append([], []).page_table.shape == (0, 0)
+    assert pages.told(some).page_table.shape == (2, 2) and pages.told(some, width=4).page_table.shape == (2, 4)
+    assert pages.told([pages.allocate()], width=0).page_table.shape == (1, 0)
+
+
+@pytest.mark.parametrize("call", ["append", "told"])
+@pytest.mark.parametrize("width", [0, 1, -2, 1.5, True, 10**15])
+def test_a_width_that_is_none_changes_nothing(width: Any, call: str) -> None:
+    pages = Pages(pools())
+    a = pages.allocate()
+    pages.append([a], [5])
+    b = pages.fork(a)
+    rows = {"append": [[1]], "told": []}[call]
+    error = MemoryError if width == 10**15 else ValueError if type(width) is int else TypeError
+    match = {MemoryError: ".", ValueError: "must be 2, the pages of the longest", TypeError: "be an integer"}[error]
+    with pytest.raises(error, match=match):
+        getattr(pages, call)([b], *rows, width=width)
+    assert (pages.rows(b), pages.left) == (5, 6)
+    assert pages.told([a, b]).page_table.tolist() == [[0, 1]] * 2
+
+
+def test_pools_that_cannot_be_written() -> None:
+    """Then nobody has another page than before."""
+    x = pools()
+    x[1].flags.writeable = False
+    message = r"^pools\[1\] is read-only; it must be an array that can be written"
+    with pytest.raises(ValueError, match=message):
+        Pages(x)
+    x[1].flags.writeable = True
+    pages = Pages(x)
+    a = pages.allocate()
+    pages.append([a], [5])
+    b = pages.fork(a)
+    x[1].flags.writeable = False
+    with pytest.raises(ValueError, match=message):
+        pages.append([a, b], [1, 9])
+    assert (pages.rows(a), pages.rows(b), pages.left) == (5, 5, 6)
+    x[1].flags.writeable = True
+    assert pages.append([a, b], [1, 9]).page_table.tolist() == [[0, 2, -1, -1], [0, 1, 3, 4]]
+
+
+def test_pools_of_a_library_without_an_adapter(rng: np.random.Generator) -> None:
+    """Their memory is written to."""
+
+    class Array:
+        def __init__(self, x: np.ndarray) -> None:
+            self.x = x
+
+        def __dlpack__(self, **how: Any) -> Any:
+            return self.x.__dlpack__(**how)
+
+        def __dlpack_device__(self) -> Any:
+            return self.x.__dlpack_device__()
+
+    x = pools()
+    pages = Pages([*map(Array, x)])
+    a = pages.allocate()
+    rows = rng.standard_normal((5, 1, 2)).astype(np.float32)
+    write(pages, pages.append([a], [5]), [rows])
+    b = pages.fork(a)
+    write(pages, pages.append([b], [1]), [rows[:1]])
+    np.testing.assert_array_equal(held(pages, b), np.concatenate([rows, rows[:1]]))
+    np.testing.assert_array_equal(x[0][[0, 2], :1], np.stack([rows[:1], rows[4:]]))
+    with pytest.raises(TypeError, match="^pools.0. is a object; it must be an array"):
+        Pages([object()])
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
@@ -176,6 +240,8 @@ def test_messages() -> None:
         (lambda pages, a: pages.append([a], [True]), r"rows\[0\] is True; it must be an integer"),
         (lambda pages, a: pages.append([[a]], [1]), r"sequences\[0\] is \[1\]; it must be an integer"),
         (lambda pages, a: pages.fork(a, rows=1.5), "rows is 1.5; it must be an integer"),
+        (lambda pages, a: pages.told(a), "sequences is 1; it must be a list of integers"),
+        (lambda pages, a: pages.told([a, "2"]), r"sequences\[1\] is '2'; it must be an integer"),
     ],
 )
 def test_numbers_that_are_none(call: Any, message: str) -> None:
@@ -184,6 +250,7 @@ def test_numbers_that_are_none(call: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"^{message}"):
         call(pages, a)
     assert pages.rows(a) == 0 and pages.left == 4
-    with pytest.raises(KeyError, match="is no sequence"):
-        pages.free([a])  # type: ignore[arg-type]
+    for odd in ([a], True, 1.0):
+        with pytest.raises(KeyError, match="is no sequence"):
+            pages.free(odd)  # type: ignore[arg-type]
     assert pages.append(np.array([a]), np.array([3])).seqlens_k.tolist() == [0]

@@ -123,6 +123,31 @@ def test_in_pytorch_and_jax() -> None:
     np.testing.assert_array_equal(found[1], places)
 
 
+@pytest.mark.parametrize("columns", [2, 128])
+def test_where_jax_promotes_no_rank_and_pytorch_makes_one_graph(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    for name in ("COLUMNS", "COLUMNS_ON_CPU"):
+        monkeypatch.setattr(weights, name, columns)
+    a = fresh_rng().standard_normal((2, 2, 9, 4, 8)).astype("f4")
+    q, k = torch.tensor(a[0], requires_grad=True), torch.tensor(a[1])
+    options: tuple[dict[str, Any], ...] = ({"queries": -1}, *({"reduce": x} for x in weights.REDUCE), {"largest": 3})
+    for given in (*WHICH, *options):
+
+        def f(q: Any, k: Any, given: dict[str, Any] = given) -> Any:
+            return attention_weights(q, k, causal=True, **given)
+
+        wanted = f(*a)
+        torch._dynamo.reset()
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        with jax.numpy_rank_promotion("raise"):
+            of_jax = f(*map(jax.numpy.asarray, a))
+        for found in (compiled(q.detach(), k), of_jax):
+            for x, y in zip(*((x,) if "largest" not in given else x for x in (found, wanted))):
+                np.testing.assert_allclose(x, y, atol=1e-6)
+        first = lambda x: x[0] if isinstance(x, tuple) else x
+        torch.testing.assert_close(*(torch.autograd.grad(first(g(q, k)).square().sum(), q) for g in (compiled, f)))
+
+
 X = np.ones((2, 16, 4, 8), np.float32)
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: attention_weights(X, X, dropout=0.1), "'dropout'; weights are those before dropout; leave it out"),  # type: ignore[call-arg]

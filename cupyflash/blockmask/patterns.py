@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import interop
-from ..scalars import whole_number
+from ..scalars import integer
 
 
 class Pattern:
@@ -166,9 +166,7 @@ def _integers(name: str, x: Any, what: str = "an array of integers") -> np.ndarr
 
 
 def _integer(name: str, n: Any, least: int | None = None) -> None:
-    number = whole_number(n)
-    if number is None:
-        raise TypeError(f"{name} is {n!r}; it must be an integer")
+    number = integer(name, n)
     if least is not None and number < least:
         raise ValueError(f"{name} is {n}; it must be {least} or more")
 

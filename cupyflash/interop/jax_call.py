@@ -34,6 +34,7 @@ class How(NamedTuple):
     options: tuple[tuple[str, Any], ...]
     family: str | None
     wrt: tuple[str, ...] = ()
+    own: bool = True  # whether out and lse, where they are given, are surely what attention makes of the other arrays
 
     def option(self, name: str) -> Any:
         return dict(self.options)[name]
@@ -131,6 +132,15 @@ def _called(arrays: Arrays, how: How) -> list[jax.Array]:
         del on["cuda" if mask.device == "cpu" else "cpu"]
     inputs = arrays.values()
     return list(jax.lax.platform_dependent(*inputs, **on) if has_gpu() else on_cpu(*inputs))
+
+
+def refuse_check(check: bool, name: str) -> None:
+    """ValueError for a check of a call that is traced, and may run on a GPU."""
+    if check and has_gpu():
+        raise ValueError(
+            f"check is True, or CUPYFLASH_CHECK=1, but the call is traced, where {name} cannot be looked at; check "
+            "must be False there"
+        )
 
 
 @functools.cache

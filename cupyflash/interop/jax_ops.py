@@ -15,7 +15,7 @@ from .. import dispatch, interop, lengths, places, rules
 from ..call import Arrays, Call
 from ..passes import FORWARD
 from ..problem import OPTIONS, mask_kind
-from .jax_call import How, has_gpu, made, out_of
+from .jax_call import How, made, out_of, refuse_check
 from .jax_passes import PRIMITIVES, bind, gradients
 from .protocol import Library
 
@@ -24,7 +24,7 @@ def run(call: Call) -> Any:
     """As `dispatch.run`, differentiable."""
     arrays, how = _checked(call)
     if _traced(arrays):
-        found = bind(PRIMITIVES[how.of], arrays, how)
+        found = bind(PRIMITIVES[how.of], arrays, how._replace(own=how.of is FORWARD))
     elif how.of is FORWARD and not call.return_lse:
         return out_of(how)(arrays), None
     else:
@@ -55,11 +55,8 @@ def _checked(call: Call) -> tuple[Arrays, How]:
 def _check_lengths(call: Call, names: list[str], place: str | None) -> None:
     """ValueError where lengths, offsets, pages or places are not what they must be. What is traced is looked at when it
     runs, on a CPU."""
-    if place is None and call.check and has_gpu():
-        raise ValueError(
-            f"check is True, or CUPYFLASH_CHECK=1, but the call is traced, where {names[0]} cannot be looked at; check "
-            "must be False there"
-        )
+    if place is None:
+        refuse_check(call.check, names[0])
     if place == "cpu" or (place is not None and call.check):
         views = {name: interop.view(call.lib, name, x) for name, x in call.arrays.items()}
         problem, _ = rules.state(views, {}, call.options, call.of)

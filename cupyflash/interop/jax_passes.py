@@ -7,13 +7,14 @@
     second(x, out, lse, u; w)          what J u changes by along w. No kernel does it; its transpose, hess, needs it
 
 x are q, k, v and what else a call takes, G = (dout, dlse). out and lse are functions of x: what they depend on is asked
-of x alone. Arrays have names: the tangent of one has a "t" before its name, and one of w "tt". Symbolic zeros stay what
-they are: an array that is not named is 0.
+of x alone. (Those that a user gives may be others': `parts`.) Arrays have names: the tangent of one has a "t" before
+its name, and one of w "tt". Symbolic zeros stay what they are: an array that is not named is 0.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -24,20 +25,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import folding
+from .. import folding, parts
 from ..call import Arrays
 from ..gradients import Gradients
-from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from ..passes import BACKWARD, BACKWARD_JVP, BY_RESULTS, FORWARD, FORWARD_TWICE, JVP, TWICE, Pass
 from ..problem import ARRAYS
 from .jax_call import How, made, results_of
 
 _ad: Any = ad
 _KEPT, _G, _J = ("out", "lse"), ("dout", "dlse"), ("tout", "tlse")
-_TWICE = "attention can be differentiated twice, not three times"
-_FORWARD_TWICE = (
-    "attention has no second derivative in forward mode alone; take one of them in reverse mode: jax.hessian and "
-    "torch.func.hessian do"
-)
 
 
 def bind(of: Any, arrays: Arrays, how: How) -> list[Any]:
@@ -73,6 +69,8 @@ def _push_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list
     found = bind(push, arrays, how)
     u = {name: x for name, x in moving.items() if name.startswith("t")}
     w = {f"t{name}": x for name, x in _along(arrays, moving, how).items()}
+    if not how.own and not (u or w):
+        raise NotImplementedError(BY_RESULTS)
     changes = [bind(push, _without_tangents(arrays) | u, how)] if u else []
     changes += [bind(second, arrays | dict(zip(_J, found)) | w, how)] if w else []
     return found, [sum(x[1:], x[0]) for x in zip(*changes)] or None
@@ -80,22 +78,35 @@ def _push_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list
 
 def _pull_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list[Any] | None]:
     _check_rounded(how)
+    found = bind(pull, arrays, how)
+    if not how.own and any(name in moving for name in _KEPT):
+
+        def pulled(moving: Arrays) -> list[Any]:
+            return parts.gradients(jnp, functools.partial(_own, how=how), arrays | moving, how.option("layout"))
+
+        return found, jax.jvp(pulled, ({name: arrays[name] for name in moving},), (moving,))[1]
     along = _along(arrays, moving, how) | {f"t{name}": moving[name] for name in _G if name in moving}
-    return bind(pull, arrays, how), _moved(arrays, along, [moving.get(name) for name in _KEPT], how)
+    return found, _moved(arrays, along, [moving.get(name) for name in _KEPT], how)
+
+
+def _own(of: Pass, arrays: Arrays, how: How) -> list[Any]:
+    """A pass where out and lse, if they are given, are attention's own."""
+    how = how.but(of, how.wrt if of.of_gradients else ())._replace(own=True)
+    return bind(PRIMITIVES[of], arrays, how)
 
 
 def _hess_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list[Any] | None]:
     """By what it is linear in."""
     along = {name: x for name, x in moving.items() if name.startswith("t") and name not in _J}
-    if not moving.keys() <= {*along, *_KEPT, *_J}:
-        raise NotImplementedError(_TWICE)
+    if not moving.keys() <= {*along, *_J, *(_KEPT if how.own else ())}:
+        raise NotImplementedError(TWICE)
     return bind(hess, arrays, how), _moved(_without_tangents(arrays), along, [moving.get(name) for name in _J], how)
 
 
 def _second_jvp(arrays: Arrays, moving: Arrays, how: How) -> tuple[list[Any], list[Any] | None]:
     """By what it is linear in."""
     if not all(name.startswith("tt") for name in moving):
-        raise NotImplementedError(_TWICE)
+        raise NotImplementedError(TWICE)
     known = {name: x for name, x in arrays.items() if not name.startswith("tt")}
     return bind(second, arrays, how), bind(second, known | moving, how)
 
@@ -197,11 +208,16 @@ def _mapped(of: Any, args: Sequence[Any], dims: Sequence[Any], *, names: tuple[s
     return found, [0] * len(found)
 
 
+def _of_kernels(how: How) -> How:
+    """The same for all whose kernels are the same."""
+    return how._replace(own=True)
+
+
 def _run(*args: Any, names: tuple[str, ...], how: How) -> Any:
     # Of rows that see nothing lse is -inf, which nobody may have asked for.
     quiet = how.of is FORWARD and cast(Any, jax.config).jax_debug_infs
     with jax.debug_infs(False) if quiet else nullcontext():
-        return made(how)(dict(zip(names, args)))
+        return made(_of_kernels(how))(dict(zip(names, args)))
 
 
 def _lowered(ctx: Any, *args: Any, names: tuple[str, ...], how: How) -> Any:
@@ -210,7 +226,7 @@ def _lowered(ctx: Any, *args: Any, names: tuple[str, ...], how: How) -> Any:
             "attention is a callback into this process, and jax.export cannot write that down: export a function that "
             "calls jax.nn.dot_product_attention in its place"
         )
-    return mlir.lower_fun(lambda *xs: made(how)(dict(zip(names, xs))), multiple_results=True)(ctx, *args)
+    return mlir.lower_fun(lambda *xs: made(_of_kernels(how))(dict(zip(names, xs))), multiple_results=True)(ctx, *args)
 
 
 def _types_of_second(*avals: Any, names: tuple[str, ...], how: How) -> list[Any]:
@@ -219,7 +235,7 @@ def _types_of_second(*avals: Any, names: tuple[str, ...], how: How) -> list[Any]
 
 
 def _no_kernel(*args: Any, **params: Any) -> Any:
-    raise NotImplementedError(_FORWARD_TWICE)
+    raise NotImplementedError(FORWARD_TWICE)
 
 
 def _by_name(rule: Callable[[Arrays, Arrays, How], tuple[list[Any], list[Any] | None]]) -> Callable[..., Any]:
@@ -228,7 +244,9 @@ def _by_name(rule: Callable[[Arrays, Arrays, How], tuple[list[Any], list[Any] | 
     def jvp(primals: Any, tangents: Any, *, names: tuple[str, ...], how: How) -> Any:
         moving = {name: x for name, x in zip(names, tangents) if type(x) is not _ad.Zero}
         found, changes = rule(dict(zip(names, primals)), moving, how)
-        return found, [_ad.Zero.from_primal_value(x) for x in found] if changes is None else changes
+        return found, [
+            _ad.Zero(cast(Any, jax.typeof(x)).to_tangent_aval()) for x in found
+        ] if changes is None else changes
 
     return jvp
 
@@ -239,10 +257,11 @@ def _transposed(rule: Callable[[Arrays, Arrays, Sequence[str], How], Arrays]) ->
     def transpose(cotangents: Any, *args: Any, names: tuple[str, ...], how: How) -> Any:
         of = _G if how.of is JVP else [f"t{name}" for name in ("q", "k", "v", *how.wrt)]
         given = {name: x for name, x in zip(of, cotangents) if type(x) is not _ad.Zero}
-        wanted = [name for name, x in zip(names, args) if _ad.is_undefined_primal(x)]
+        kinds = {name: x.aval for name, x in zip(names, args) if _ad.is_undefined_primal(x)}
+        wanted = list(kinds)
         known = {name: x for name, x in zip(names, args) if not _ad.is_undefined_primal(x)}
         found = rule(known, given, wanted, how) if given else {}
-        return [found.get(name) if name in wanted else None for name in names]
+        return [_shared_out(found[name], kinds[name]) if name in wanted and name in found else None for name in names]
 
     return transpose
 
@@ -271,6 +290,16 @@ PRIMITIVES: dict[Pass, Any] = {FORWARD: attend, JVP: push, BACKWARD: pull, BACKW
 
 
 # ---- axes of a mesh, inside shard_map --------------------------------------------------------------------------------
+
+
+def _shared_out(x: Any, like: Any) -> Any:
+    """An array that lies on the devices of a mesh with explicit axes as one of this type does."""
+    sharding, own = like.sharding, cast(Any, jax.typeof(x)).sharding
+    if sharding == own or not getattr(sharding.mesh, "explicit_axes", ()):
+        return x
+    # (Its place before JAX 0.7.)
+    home: Any = jax.sharding if hasattr(jax.sharding, "reshard") else importlib.import_module("jax.experimental.shard")
+    return home.reshard(x, sharding)
 
 
 def alike(arrays: Iterable[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from ..problem import View, contiguous
-from . import torch_append, torch_nested, torch_ops, torch_schema
+from . import torch_append, torch_derivatives, torch_nested, torch_ops, torch_schema
 
 kind = "torch"
 _DTYPES = {
@@ -67,8 +67,7 @@ def view(x: torch.Tensor) -> View:
 def memory(x: torch.Tensor) -> View:
     """Of what lies beneath x where transforms hide its address: under vmap it has all entries. 0 for an address where
     there is no memory."""
-    while wrapped(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    x = torch_derivatives.innermost(x)
     return torch_schema.view(x)._replace(ptr=0 if traced(x) else x.data_ptr())
 
 

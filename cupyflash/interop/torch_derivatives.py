@@ -11,7 +11,8 @@
                        by the inputs H(G) u, by G J u
     H(G) u             by u J, then H; by the rest it raises        H of u's tangent; along the rest it raises
 
-out and lse count as functions of the inputs, here and there: they get no gradients of their own.
+out and lse count as functions of the inputs, here and there: they get no gradients of their own. (For those that may
+be others' a user's call is made another one: `parts`.)
 
 PyTorch drops tangents of operators in silence, and has no second derivative of `torch.library.register_autograd` under
 torch.func. So each operator has a kernel of its own in the place of autograd, which every transform comes by. What is
@@ -31,7 +32,7 @@ from torch.autograd import forward_ad
 
 from .. import cached
 from ..call import Arrays
-from ..passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
+from ..passes import BACKWARD, BACKWARD_JVP, BY_RESULTS, FORWARD, FORWARD_TWICE, JVP, TWICE, Pass
 from ..problem import FLOAT8
 from ..reals import FOLLOWS
 from .torch_schema import INPUTS, Arguments, lists_of, names_of, operator
@@ -40,16 +41,6 @@ Found = dict[str, Any]
 Run = Callable[..., Any]  # Given.run, or the same below a level
 Names = tuple[str, ...]
 _functorch: Any = torch._C._functorch
-
-TWICE = "attention can be differentiated twice, not three times"
-FORWARD_TWICE = (
-    "attention has no second derivative in forward mode alone; take one of them in reverse mode: jax.hessian and "
-    "torch.func.hessian do"
-)
-_RESULTS = (
-    "out and lse are what attention made of q, k, v and the optional arrays, but a derivative by them alone is wanted; "
-    "take it by these"
-)
 
 
 class Given(Protocol):
@@ -138,6 +129,15 @@ def followed(scalar: Any) -> bool:
 FOLLOWS.append(followed)
 
 
+def moves(x: Any) -> bool:
+    """Whether a derivative of it may be asked for, at any level of torch.func, or outside of these."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_gradtrackingtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return bool(x.requires_grad)
+
+
 @torch._disable_dynamo
 def _followed(scalar: Any) -> bool:
     """At any level."""
@@ -224,7 +224,7 @@ def _of_backward(run: Run, wrt: Names, plain: Arrays, results: Any, moves: Array
     of_results = [moves.pop(name, None) for name in ("out", "lse")]
     if not moves:
         if not of_g:
-            raise NotImplementedError(_RESULTS)
+            raise NotImplementedError(BY_RESULTS)
         return run(BACKWARD, _with_g(plain, of_g.get("dout"), of_g.get("dlse")), wrt)
     arrays = plain | _moving(moves)
     if any(x is None for x in of_results):
@@ -304,6 +304,13 @@ def unwrapped(x: Any) -> Any:
     """What transforms that are over have left wrapped; as PyTorch's own functions do."""
     while _is_dead(x):
         x = _unwrap_dead(x)
+    return x
+
+
+def innermost(x: Any) -> Any:
+    """What lies beneath x, whatever transforms have wrapped it."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
     return x
 
 
@@ -423,7 +430,7 @@ def _by_forward(given: Given, arrays: Arrays, results: Any, grads: Any, needed: 
 def _by_jvp(given: Given, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
     moved, inputs = [name[1:] for name in needed if name.startswith("t")], _inputs(given, needed)
     if not moved and not inputs:
-        raise RuntimeError(_RESULTS)
+        raise RuntimeError(BY_RESULTS)
     found = _gradients(given, BACKWARD, _with_g(_fixed(arrays), *grads), moved, "t") if moved else {}
     if inputs:
         found |= _gradients(given, BACKWARD_JVP, _with_g(arrays, *grads) | _jvp(results), inputs)
@@ -433,7 +440,7 @@ def _by_jvp(given: Given, arrays: Arrays, results: Any, grads: Any, needed: list
 def _by_backward(given: Given, arrays: Arrays, results: Any, grads: Any, needed: list[str]) -> Found:
     inputs = _inputs(given, needed)
     if not inputs and not {"dout", "dlse"} & set(needed):
-        raise RuntimeError(_RESULTS)
+        raise RuntimeError(BY_RESULTS)
     arrays |= _moves(given, grads)
     of_g = given.run(JVP, _without_g(arrays))
     found = _gradients(given, BACKWARD_JVP, arrays | _jvp(of_g), inputs) if inputs else {}

@@ -99,7 +99,8 @@ class OfCall:
     def _with(self, of: Pass, arrays: Arrays, wrt: Iterable[str]) -> Call:
         call, looks = self._call, self._call.check and of is self.of
         rows = of is FORWARD
-        return Call(call.lib, of, arrays, call.options, {}, call.seed, call.family, rows, tuple(wrt), check=looks)
+        options, more = call.options, {"check": looks, "own": True}
+        return Call(call.lib, of, arrays, options, {}, call.seed, call.family, rows, tuple(wrt), **more)
 
 
 class _Below(Modes):

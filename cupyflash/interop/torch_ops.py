@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .. import dispatch, interop
+from .. import dispatch, interop, parts
 from ..cached import name_of, of_eight
 from ..call import Arrays, Call
-from ..passes import BACKWARD, FORWARD
+from ..gradients import Gradients
+from ..passes import BACKWARD, FORWARD, Pass
+from ..problem import complete
 from ..rules import lasting
 from ..scalars import told
 from . import torch_derivatives, torch_levels, torch_nested, torch_operators, torch_schema
@@ -107,6 +109,11 @@ def _forward(call: Call, settled: bool) -> Any:
     dtype = _autocast_dtype(call.arrays["q"])
     if dtype is not None:
         call = call.but(arrays=_autocast(call.arrays, dtype))
+    return _attend(call, settled)
+
+
+def _attend(call: Call, settled: bool = False) -> Any:
+    """In the dtypes that the arrays have."""
     arrays = call.arrays
     recorded = torch.is_grad_enabled() and _any_requires_grad(arrays.values())
     compiled = traced(arrays["q"])
@@ -146,7 +153,56 @@ def _derivative(call: Call, settled: bool = False) -> Any:
         raise ValueError(f"{'grads' if call.of.of_gradients else 'tout'} is {_NO_WRITING}")
     if call.options.get("out_dtype") is not None:
         raise ValueError("out_dtype is given but the call is traced, transformed or differentiated; leave it out")
+    foreign = call.of is BACKWARD and not call.own and _moves(compiled, arrays["out"], arrays["lse"])
+    if foreign and (compiled or not _is_own(call)):  # what is compiled has no nodes to look at
+        return _of_others(call)
     return _followed_by_pytorch(call, compiled, settled)
+
+
+def _moves(compiled: bool, *results: torch.Tensor) -> bool:
+    """Whether gradients of both may be asked for. (One alone: its caller kept them. Tangents are taken as given.)"""
+    if torch.is_grad_enabled() and all(x.requires_grad for x in results):
+        return True
+    transformed = not compiled and torch._C._are_functorch_transforms_active()
+    return transformed and all(map(torch_derivatives.moves, results))
+
+
+def _is_own(call: Call) -> bool:
+    """Whether out and lse are seen to be what attention made of the other arrays, by a node of autograd."""
+    node: Any = call.arrays["lse"].grad_fn
+    made: Any = getattr(node, "call", None)
+    if node is not call.arrays["out"].grad_fn or not isinstance(made, Call) or made.seed != call.seed:
+        return False
+    try:
+        known = dict(zip(node.names, node.saved_tensors))
+    except RuntimeError:  # freed, or written to
+        return False
+    given = {name: x for name, x in call.arrays.items() if name not in ("dout", "dlse", "out", "lse")}
+    ours, theirs = (lasting(complete(x.options)) for x in (call, made))
+    same = all(ours[name] == theirs[name] for name in ours if name not in _OF_NO_VALUE)
+    return same and known.keys() == given.keys() and all(_place(known[name]) == _place(x) for name, x in given.items())
+
+
+_OF_NO_VALUE = ("deterministic", "out_dtype", "sms", "max_seqlen_q", "max_seqlen_k", "batch_invariant")
+
+
+def _place(x: torch.Tensor) -> Any:
+    x = torch_derivatives.innermost(x)
+    return x.data_ptr(), x.shape, x.stride()
+
+
+def _of_others(call: Call) -> Gradients:
+    """A backward whose out and lse may be others'."""
+    call = call.but(options=complete(call.options))
+
+    def run(of: Pass, arrays: Arrays) -> Any:
+        part = call.but(
+            of=of, arrays=arrays, return_lse=of is FORWARD, wrt=call.wrt if of is BACKWARD else (), own=True
+        )
+        return _attend(part) if of is FORWARD else _derivative(part)
+
+    found: Gradients = parts.gradients(torch, run, call.arrays, call.options["layout"])
+    return found
 
 
 def _followed_by_pytorch(call: Call, compiled: bool, settled: bool) -> Any:
@@ -252,7 +308,7 @@ class _Attention(torch.autograd.Function):
         arrays |= {"dout": torch.zeros_like(out) if dout is None else dout, "out": out, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        dq, dk, dv = grads = _derivative(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt))
+        dq, dk, dv = grads = _derivative(ctx.call.but(of=BACKWARD, arrays=arrays, wrt=wrt, own=True))
         found = {"q": dq, "k": dk, "v": dv} | grads.of_arrays
         return None, None, *map(found.get, ctx.names)
 

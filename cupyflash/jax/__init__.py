@@ -8,7 +8,7 @@ cannot be exported.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from .. import api
 from ..latent import operands
 from ..later import later
-from ..problem import ARRAYS
+from ..problem import ARRAYS, DESCALES
 from ..scalars import check_flag
 from ..signature import like
 from .dot_product import dot_product_attention
@@ -51,8 +51,8 @@ def attention(
     check_flag("return_lse", return_lse)
     required = operands(options.get("latent"), v)
     arrays = {"q": q, "k": k, "v": v, **{row.name: options.get(row.name) for row in ARRAYS if not row.placed}}
-    if isinstance(arrays["seed"], Integral):
-        del arrays["seed"]
+    numbers = {"seed": Integral, **dict.fromkeys(DESCALES, Real)}  # what may be one in the place of an array
+    arrays = {name: x for name, x in arrays.items() if name not in numbers or not isinstance(x, numbers[name])}
     read = options.get("score_arrays")
     arrays |= {f"score_arrays[{name!r}]": x for name, x in read.items()} if isinstance(read, Mapping) else {}
     for name, x in arrays.items():

@@ -101,12 +101,15 @@ def dot_product_attention(
     if query_seq_lengths is not None:  # what is in the rows behind reaches no gradient either
         own = _below(query_seq_lengths, t, query.shape, "query_seq_lengths")[..., None]
         query = jnp.where(own[..., None], query, 0)
-    out, lse = api.attention(query, key, value, return_lse=True, **options)
+    found: Any = api.attention(query, key, value, return_lse=return_residual, **options)
+    out, lse = found if return_residual else (found, None)
+    if own is not None:
+        out = jnp.where(own[..., None], out, 0)
+    if lse is None:  # nor asked for: an lse of -inf stops who runs with jax_debug_infs
+        return out
     lse = lse.swapaxes(-1, -2)
     if own is not None:
-        out, lse = jnp.where(own[..., None], out, 0), jnp.where(own, lse, -jnp.inf)
-    if not return_residual:
-        return out
+        lse = jnp.where(own, lse, -jnp.inf)
     return out, jax.lax.stop_gradient(lse.astype(query.dtype))
 
 

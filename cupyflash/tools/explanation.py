@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +30,7 @@ from ..problem import (
     float_name,
     to_bshd,
 )
+from ..scalars import whole_number
 from . import wording
 from .wording import plain, si
 
@@ -401,10 +401,10 @@ def as_view(name: str, x: Any, dtype: Any, arch: str | None) -> View:
             raise ValueError(f"dtype is {dtype!r}, but {name} is an array of {view.dtype}; dtype is for shapes alone")
         return view if view.device else view._replace(device=_place_of_shapes(arch))  # of one that JAX traces
     dtype = dtype if name in ("k", "v") and dtype in EIGHT else dtype_name(dtype)
-    try:
-        shape = tuple(operator.index(n) for n in x)
-    except TypeError:
-        raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers") from None
+    numbers = [whole_number(n) for n in x] if isinstance(x, Iterable) else [None]
+    shape = tuple(n for n in numbers if n is not None)
+    if len(shape) < len(numbers):
+        raise TypeError(f"{name} is {x!r}; it must be an array or a shape, a tuple of integers")
     if not all(0 <= n < 2**63 for n in shape):
         raise ValueError(f"{name} has shape {shape}; its lengths must be 0 or more, and less than 2**63")
     if name in ARRAY_RULES and (dtype is not None or ARRAY_RULES[name].dtypes[0] != "q"):
