@@ -61,12 +61,23 @@ def test_lists_of_tensors_and_back() -> None:
     assert mask.q_seqinfo.seqlen_py == [3, 3, 5] and rows.shape == (1, 11, 2, 8)
     assert list(mask.q_seqinfo.intervals()) == [(0, 3), (3, 6), (6, 11)] and mask.q_seqinfo.max_seqlen == 5
     out = xformers.memory_efficient_attention(rows, rows, rows, mask)
-    for x, y in zip(tensors, mask.split(out), strict=True):
+    for x, y in zip(tensors, mask.to("cpu").split(out), strict=True):
         torch.testing.assert_close(y, xformers.memory_efficient_attention(x, x, x))
     both, q, k, v = xformers.BlockDiagonalMask.from_tensor_lists_qkv(tensors, [x[:, :2] for x in tensors])
     assert v is None and both.k_seqinfo.seqlen_py == [2, 2, 2] and [len(x) for x in both.split_kv(k)] == [2, 1]
     with pytest.raises(ValueError, match="^queries and keys have other lengths; call split_queries or split_kv"):
         both.split(q)
+
+
+TABLES, IS = "^block_tables is", r"it must be int32 or int64, \(sequences, pages of one\)"
+
+
+def padded() -> Any:
+    return xformers.BlockDiagonalPaddedKeysMask.from_seqlens(OF_Q, PADDING, OF_K, device="cpu")
+
+
+def pages(tables: Any) -> Any:
+    return xformers.PagedBlockDiagonalPaddedKeysMask.from_seqlens([2, 2], [2, 4], tables, PAGE)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +98,23 @@ def test_lists_of_tensors_and_back() -> None:
         ),
         (
             lambda: xformers.BlockDiagonalMask.from_seqlens([1]).make_local_attention(0),
-            "^window_size is 0; it must be 1",
+            "^window_size is 0; it must be a number of keys, 1",
         ),
+        (
+            lambda: xformers.LocalAttentionFromBottomRightMask(1.5, 2),
+            "^window_left is 1.5; it must be a number of keys, 0 or more",
+        ),
+        (
+            lambda: xformers.BlockDiagonalMask.from_tensor_lists_qkv(*([drawn(1, n, 1, 8)] for n in (2, 4, 3))),
+            r"^tensors_v has \[3\] rows; it must have those of tensors_k, \[4\]",
+        ),
+        (lambda: padded().make_paged([[0]], PAGE, xformers.PagedBlockDiagonalPaddedKeysMask), f"{TABLES} a list; {IS}"),
+        (lambda: pages(torch.zeros(2, 1)), rf"{TABLES} torch.float32 of shape \(2, 1\); {IS}"),
+        (lambda: pages(torch.tensor([0, 1])), rf"{TABLES} torch.int64 of shape \(2,\); {IS}"),
     ],
 )
 def test_what_lengths_cannot_be(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
@@ -142,3 +164,89 @@ def test_others_are_refused_by_name(name: str) -> None:
     q = drawn(1, 6, 2, 8)
     with pytest.raises(NotImplementedError, match=f"^attn_bias is a {name}; it must be None, a tensor or one of"):
         xformers.memory_efficient_attention(q, q, q, type(name, (), {})())
+
+
+LOCAL = [x for x in MASKS if "Local" in x and "PaddedKeys" in x]
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_window_has_no_usual_size(name: str) -> None:
+    made, tables = getattr(xformers, name), torch.zeros(3, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match=f"^{name}.from_seqlens has no window; call from_seqlens_local with one"):
+        made.from_seqlens(*((OF_Q, OF_K, tables, PAGE) if "Paged" in name else (OF_Q, PADDING, OF_K)))
+
+
+def test_pages_keep_the_window() -> None:
+    local, both, paged = (getattr(xformers, name) for name in (
+        "BlockDiagonalCausalLocalAttentionPaddedKeysMask", "BlockDiagonalLocalAttentionPaddedKeysMask",
+        "PagedBlockDiagonalCausalLocalPaddedKeysMask",
+    ))  # fmt: skip
+    tables = torch.arange(6, dtype=torch.int32).view(3, 2)
+    mask = local.from_seqlens_local(OF_Q, PADDING, OF_K, 2, device="cpu")
+    made, asked = mask.make_paged(tables, PAGE, paged), paged.from_seqlens_local(OF_Q, OF_K, tables, PAGE, 2)
+    assert made._window_size == asked._window_size == 2
+    q, k, v = drawn(1, 6, 2, 8), drawn(1, 24, 2, 8, seed=1), drawn(1, 24, 2, 8, seed=2)
+    wanted = xformers.memory_efficient_attention(q, k, v, mask)
+    for x in (made, asked):
+        torch.testing.assert_close(xformers.memory_efficient_attention(q, k, v, x), wanted)
+    for one, kind, has in (
+        (mask, xformers.PagedBlockDiagonalPaddedKeysMask, "_window_size"), (padded(), paged, "none"),
+        (both.from_seqlens_local(OF_Q, PADDING, OF_K, 2, 1, device="cpu"), paged, "window_left, window_right"),
+    ):  # fmt: skip
+        message = f"^paged_type is {kind.__name__}; it must be one with the window of a {type(one).__name__}: {has}$"
+        with pytest.raises(ValueError, match=message):
+            one.make_paged(tables, PAGE, kind)
+
+
+def test_keys_that_are_not_there() -> None:
+    def attend(mask: Any, *rows: int) -> Any:
+        return xformers.memory_efficient_attention(*(drawn(1, n, 1, 8) for n in (4, *rows)), mask)
+
+    gappy = xformers.BlockDiagonalGappyKeysMask.from_seqlens([2, 2], [0, 4, 8], [3, 4], device="cpu")
+    with pytest.raises(ValueError, match=r"^key has shape \(1, 6, 1, 8\); it must have 8 rows or more, as kv_"):
+        attend(gappy, 6, 6)
+    table = torch.tensor([[0, 1], [2, 1]])
+    for mask in (
+        gappy, pages(table), xformers.BlockDiagonalPaddedKeysMask.from_seqlens([2, 2], 6, [2, 4], device="cpu"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^value has shape \(1, 11, 1, 8\); it must have as many rows as key, 12"):
+            attend(mask, 12, 11)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_of_sequences_that_have_none(compiled: bool) -> None:
+    q, k, v = (drawn(1, n, 1, 8) for n in (4, 8, 8))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = xformers.BlockDiagonalGappyKeysMask.from_seqlens([2, 2], [0, 100, 100], [3, 0], device="cpu")
+        return xformers.memory_efficient_attention(q, k, v, mask)
+
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    of_first = xformers.memory_efficient_attention(q[:, :2], k[:, :3], v[:, :3])
+    torch.testing.assert_close(run(q, k, v), torch.cat([of_first, torch.zeros_like(of_first)], 1))
+
+
+def test_errors_name_what_was_given() -> None:
+    q, k = drawn(1, 4, 1, 8), drawn(1, 12, 1, 8).requires_grad_()
+    with pytest.raises(TypeError, match="^attn_bias.block_tables is given, with which there is a forward alone"):
+        xformers.memory_efficient_attention(q, k, k, pages(torch.tensor([[0, 1], [2, 1]])))
+    mask = xformers.BlockDiagonalMask.from_seqlens([1, 4], device="cpu")
+    with pytest.raises(ValueError, match=r"^attn_bias.q_seqinfo.seqstart\[2\] is 5; it must be at most 4, the rows"):
+        xformers.memory_efficient_attention(q, k, k, mask)
+    with pytest.raises(NotImplementedError, match="^attn_bias.q_seqinfo.seqstart is given under vmap.*: query is pa"):
+        torch.vmap(lambda x: xformers.memory_efficient_attention(x, x, x, mask))(drawn(3, 1, 5, 1, 8))
+
+
+def test_biases_of_groups_and_of_one_head() -> None:
+    q, k = drawn(2, 3, 2, 2, 8), drawn(2, 4, 2, 2, 8, seed=1)
+    for shape in ((2, 1, 2, 3, 4), (1, 2, 1, 1, 4), (2, 1, 1, 3, 4)):
+        bias = drawn(*shape, seed=2)
+        outs = [xformers.memory_efficient_attention(q, k, k, x) for x in (bias, bias.expand(2, 2, 2, 3, 4))]
+        torch.testing.assert_close(*outs)
+    for cut, shape, wanted in (
+        ((), (2, 2, 2, 3, 5), "2, 2, 2, 3, 4"), ((), (2, 3, 2, 3, 4), "2, 2, 2, 3, 4"), ((0, 0), (3, 3, 4), "2, 3, 4"),
+    ):  # fmt: skip
+        given = [x[:, :, 0, 0] if cut else x for x in (q, k, k)]
+        message = rf"^attn_bias has shape \({str(shape)[1:-1]}\); it must be \({wanted}\), where a length of 1"
+        with pytest.raises(ValueError, match=message):
+            xformers.memory_efficient_attention(*given, drawn(*shape))

@@ -87,12 +87,16 @@ def test_entries_that_two_sequences_have() -> None:
     assert said == "cache_seqlens[0] is 9; it must be at most the rows of k_cache, 8"
 
 
-def test_compiled_as_one_graph() -> None:
+@pytest.mark.parametrize("rotary", [False, True])
+def test_compiled_as_one_graph(rotary: bool) -> None:
+    torch._dynamo.reset()
+    angles = torch.randn(8, 4)
+    options = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()} if rotary else {}
     given = [torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8)]
     caches = [[torch.zeros(2, 8, 2, 8) for _ in "kv"] for _ in range(2)]
 
     def call(q: Any, k: Any, v: Any, *caches: Any) -> Any:
-        return flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=FILLED, causal=True)
+        return flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=FILLED, causal=True, **options)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given, *caches[0]), call(*given, *caches[1]))
@@ -114,6 +118,7 @@ def blocks(*lengths: int) -> Any:
         (lambda: flash_attn.flash_attn_func(*QKV, return_attn_probs="no"), TypeError, "return_attn_probs is 'no'"),
         (lambda: flash_attn_interface.flash_attn_func(*QKV, return_attn_probs="no"), TypeError, "return_attn_probs is"),
         (lambda: with_cache_raising(return_softmax_lse="no"), TypeError, "return_softmax_lse is 'no'"),
+        (lambda: with_cache_raising(rotary_interleaved="no"), TypeError, "rotary_interleaved is 'no'; it must be True"),
         (
             lambda: flash_attn_interface.flash_attn_func(*EIGHT, q_descale=1.0), TypeError, "q_descale is a float"
         ),

@@ -273,3 +273,8 @@ def test_what_is_refused_of_flash_attention_3() -> None:
         flash_attn_interface.flash_attn_varlen_func(
             cache[0], cache[0], cache[0], ends, ends, 2, 2, seqused_k=torch.tensor([2, 3])
         )
+    new, ends = drawn(6, HEADS_K, DIM), torch.tensor([0, 2, 4, 7])
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k_new\[3\] is 7; it must be at most 6, the rows of k$"):
+        flash_attn_interface.flash_attn_with_kvcache(
+            q.detach(), cache, cache.clone(), new, new, cache_seqlens=torch.tensor(FILLED), cu_seqlens_k_new=ends
+        )

@@ -121,3 +121,29 @@ def test_what_is_refused(change: dict[str, Any], kind: type[Exception], message:
         flash_attn.flash_attn_varlen_func(**{**given, **change})
     with pytest.raises(ValueError, match=r"^qkv has shape \(10, 2, 8\); it must be \(rows of all sequences, 3, heads"):
         flash_attn.flash_attn_varlen_qkvpacked_func(q, where, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens_k": [0, 8, 16]}, r"cu_seqlens_k\[2\] is 16; it must be at most 12, the rows of k"),
+        ({"cu_seqlens_k": [2, 8, 12]}, r"cu_seqlens_k\[0\] is 2; it must be 0"),
+        ({"cu_seqlens_k": [0, 8, 7]}, r"cu_seqlens_k\[2\] is 7; it must be cu_seqlens_k\[1\], 8, or more"),
+        ({"cu_seqlens_q": [0, 2, 9]}, r"cu_seqlens_q\[2\] is 9; it must be at most 4, the rows of q"),
+        ({"cu_seqlens_q": [1, 2, 4]}, r"cu_seqlens_q\[0\] is 1; it must be 0"),
+        ({"cu_seqlens_q": [0, 2, 1]}, r"cu_seqlens_q\[2\] is 1; it must be cu_seqlens_q\[1\], 2, or more"),
+        ({"seqused_k": [-1, 4]}, r"seqused_k\[0\] is -1; it must be 0 or more"),
+        ({"seqused_q": [1, -2]}, r"seqused_q\[1\] is -2; it must be 0 or more"),
+        ({"seqused_q": [1, 3]}, r"seqused_q\[1\] is 3; it must be at most 2, as cu_seqlens_q say"),
+        ({"v": torch.zeros(11, 1, 8)}, r"v has shape \(11, 1, 8\); it must have as many rows as k, 12"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_are_used_are_rows_that_are_there(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"cu_seqlens_q": [0, 2, 4], "cu_seqlens_k": [0, 8, 12], "seqused_q": [1, 2]}
+    given |= {"seqused_k": [3, 4]} | change
+    given |= {name: torch.tensor(x) for name, x in given.items() if name != "v"}
+    x = torch.zeros(12, 1, 8)
+    given = {"q": x[:4], "k": x, "v": x, "max_seqlen_q": 2, "max_seqlen_k": 8} | given
+    with pytest.raises(ValueError, match=f"^{message}"):
+        flash_attn_interface.flash_attn_varlen_func(**given)

@@ -274,6 +274,27 @@ def test_flax_layer() -> None:
     assert (one == same).all() and (one != other).any()
 
 
+def test_flax_masks_of_several_axes_of_batches() -> None:
+    pytest.importorskip("flax")
+    import jax
+    from flax import nnx
+
+    from cupyflash.integrations.flax import attention_fn as attend
+
+    q = jax.random.normal(jax.random.key(0), (2, 3, 5, 1, 4))
+    mask = jax.random.bernoulli(jax.random.key(1), 0.5, (2, 3, 1, 5, 5)).at[..., 0].set(True)
+    bias = jax.random.normal(jax.random.key(2), (2, 3, 1, 5, 5))
+    for at in (np.s_[:1], np.s_[:, :1], np.s_[:1, :1]):
+        for name, x in (("mask", mask), ("bias", bias)):
+            wanted = nnx.dot_product_attention(q, q, q, **{name: np.broadcast_to(x[at], x.shape)})
+            np.testing.assert_allclose(attend(q, q, q, **{name: x[at]}, deterministic=True), wanted, atol=1e-5)
+    np.testing.assert_array_equal(attend(q, q, q, mask=mask[0]), attend(q, q, q, mask=mask[:1]))
+    for name, x in (("mask", mask[:, :2]), ("bias", bias[:, :2])):
+        message = rf"^{name} has shape \(2, 2, 1, 5, 5\); before its last three axes it must have \(2, 3\), or 1"
+        with pytest.raises(ValueError, match=message):
+            attend(q, q, q, **{name: x})
+
+
 @pytest.mark.slow
 def test_equinox_layer() -> None:
     """Called as the stock layer is."""

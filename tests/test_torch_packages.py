@@ -183,7 +183,7 @@ def test_what_of_xformers_is_refused() -> None:
             xformers.memory_efficient_attention(q, q, q, **options)
     with pytest.raises(ValueError, match=r"^query has shape \(5, 8\); it must have 3, 4 or 5 dimensions"):
         xformers.memory_efficient_attention(q[0, :, 0], q[0, :, 0], q[0, :, 0])
-    with pytest.raises(ValueError, match="^_window_size is 0; it must be 1 or more"):
+    with pytest.raises(ValueError, match="^_window_size is 0; it must be a number of keys, 1 or more"):
         xformers.LowerTriangularFromBottomRightLocalAttentionMask(0)
-    with pytest.raises(ValueError, match="^window_right is -1; it must be 0 or more"):
+    with pytest.raises(ValueError, match="^window_right is -1; it must be a number of keys, 0 or more"):
         xformers.LocalAttentionFromBottomRightMask(2, -1)

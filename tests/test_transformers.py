@@ -128,6 +128,26 @@ def test_generates_the_same(name: str, cache: str | None) -> None:
     assert torch.equal(tokens["cupy"], tokens["eager"])
 
 
+@pytest.mark.parametrize("name", [3, None, b"x", "", "eager", "sdpa", "flex_attention"])
+def test_names_that_are_not_ours_to_give(name: Any) -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    before = [dict(x) for x in (AttentionInterface(), AttentionMaskInterface())]
+    text = "a name that transformers does not have yet" if isinstance(name, str) else "a string"
+    with pytest.raises((TypeError, ValueError), match=f"^name is {name!r}; it must be {text}, such as 'cupy'$"):
+        register(name)
+    assert before == [dict(x) for x in (AttentionInterface(), AttentionMaskInterface())]
+
+
+def test_a_name_of_ours_may_be_given_again() -> None:
+    import importlib
+
+    module = importlib.import_module("cupyflash.integrations.transformers")
+    register()
+    importlib.reload(module).register()
+
+
 @pytest.mark.parametrize("chosen", ["made", "later"])
 @pytest.mark.parametrize(
     "name", ["Bloom", "Mpt", "Falcon", "GPTNeo", "XLNet", "Deberta", "Funnel", "BigBird", "NllbMoe", "PegasusX"]

@@ -15,6 +15,7 @@ from ..scalars import check_no_text
 from ..signature import unscripted
 from ..torch.dropout import check_tensors
 from . import flash_attn, kvcache
+from .used import check_used, readable
 from .windows import window_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"]
@@ -104,6 +105,8 @@ def flash_attn_varlen_func(
         order, cu_seqlens_q = _used("q", q, cu_seqlens_q, seqused_q)
         q, back = q[order], order.argsort()
     if seqused_k is not None:
+        if len(v) != len(k):
+            raise ValueError(f"v has shape {tuple(v.shape)}; it must have as many rows as k, {len(k)}")
         order, cu_seqlens_k = _used("k", k, cu_seqlens_k, seqused_k)
         k, v = k[order], v[order]
     out, lse, _ = flash_attn.flash_attn_varlen_func(
@@ -117,6 +120,8 @@ def flash_attn_varlen_func(
 
 def _used(side: str, x: torch.Tensor, ends: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of x in another order, those that are used first, and where each sequence begins among these."""
+    if ends.dim() != 1 or not len(ends):
+        raise ValueError(f"cu_seqlens_{side} has shape {tuple(ends.shape)}; it must be (sequences + 1,)")
     name, sequences = f"seqused_{side}", len(ends) - 1
     check_tensors(**{name: used})
     if used.shape != (sequences,) or used.dtype not in (torch.int32, torch.int64):
@@ -124,11 +129,8 @@ def _used(side: str, x: torch.Tensor, ends: torch.Tensor, used: torch.Tensor) ->
             f"{name} is {used.dtype} of shape {tuple(used.shape)}; it must be int32 or int64 of shape ({sequences},)"
         )
     lengths = ends.diff()
-    if used.device.type == "cpu" and not torch.compiler.is_compiling() and (wrong := (used > lengths)).any():
-        n = int(wrong.int().argmax())
-        raise ValueError(
-            f"{name}[{n}] is {int(used[n])}; it must be at most {int(lengths[n])}, as cu_seqlens_{side} say"
-        )
+    if readable(ends) and readable(used):
+        check_used(name, used, f"cu_seqlens_{side}", ends, len(x), side)
     row = torch.arange(len(x), device=x.device)
     if not sequences:
         return row, ends

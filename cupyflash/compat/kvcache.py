@@ -22,6 +22,7 @@ from ..rotary import check_tables, rotate
 from ..rules import state
 from ..scalars import check_no_text
 from ..torch.dropout import check_tensors
+from .used import readable
 from .windows import window_of
 
 _INTEGERS = torch.int32, torch.int64
@@ -60,7 +61,7 @@ def attend(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | {n: x for n, x in named.items() if x is not None}
     refuse_script()
     check_tensors(**given)
-    check_no_text(causal=causal)
+    check_no_text(causal=causal, rotary_interleaved=rotary_interleaved)
     window = window_of(window_size)
     for name, x in given.items():
         if torch.is_grad_enabled() and x.requires_grad:
@@ -164,7 +165,7 @@ def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
     asked = complete(options)
     arrays = present("qkv", {"q": q, "k": k, "v": v} | {n: x for n, x in options.items() if n not in asked})
     call = Call(interop.library("q", q), FORWARD, arrays, asked)
-    if not _read(q):
+    if not readable(q):
         return dispatch.check(call)
     problem, _ = state({name: interop.view(call.lib, name, x) for name, x in arrays.items()}, {}, asked, FORWARD)
     lengths = {name: x for name, x in arrays.items() if name in ("cu_seqlens_q", "seqlens_k", "page_table")}
@@ -172,7 +173,7 @@ def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
 
 
 def _check_filled(filled: torch.Tensor, rows: int) -> None:
-    if _read(filled) and (wrong := filled > rows).any():
+    if readable(filled) and (wrong := filled > rows).any():
         n = int(wrong.int().argmax())
         raise ValueError(f"cache_seqlens[{n}] is {int(filled[n])}; it must be at most the rows of k_cache, {rows}")
 
@@ -201,13 +202,8 @@ def _check_integers(name: str, x: torch.Tensor, n: int, second: str = "") -> Non
         )
 
 
-def _read(x: torch.Tensor) -> bool:
-    """Whether what x holds may be looked at: nothing here waits for a device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def _check_entries(indices: torch.Tensor, entries: int, what: str) -> None:
-    if _read(indices) and (wrong := (indices < 0) | (indices >= entries)).any():
+    if readable(indices) and (wrong := (indices < 0) | (indices >= entries)).any():
         n = int(wrong.int().argmax())
         raise ValueError(f"cache_batch_idx[{n}] is {int(indices[n])}; it must be {what}, 0 to {entries - 1}")
 
@@ -230,6 +226,13 @@ def _filled(x: Any, sequences: int, reach: int | None, like: torch.Tensor) -> to
     return torch.full((sequences,), n or 0, dtype=torch.int32, device=like.device)
 
 
+class _Shaped(NamedTuple):
+    """What is asked of rotary tables and of new rows; torch.compile follows it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def _check_rows(given: dict[str, torch.Tensor], sequences: int) -> None:
     """ValueError where new rows and caches do not belong together."""
     packed = "cu_seqlens_k_new" in given
@@ -245,10 +248,7 @@ def _check_rows(given: dict[str, torch.Tensor], sequences: int) -> None:
         q = given["q"]
         if q.shape[-1] != k.shape[-1] or q.dim() != (3 if "cu_seqlens_q" in given else 4):
             raise ValueError(f"q has shape {tuple(q.shape)}; it must have the {k.shape[-1]} columns of k, to be turned")
-        view = {
-            name: SimpleNamespace(shape=tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."))
-            for name, x in given.items()
-        }
+        view = {name: _Shaped(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in given.items()}
         _check_angles(view["rotary_cos"], view["rotary_sin"], k.shape[-1], view["k"].dtype)
 
 
@@ -260,12 +260,12 @@ def _check_angles(*given: Any) -> None:
         raise type(error)(message) from None
 
 
-@renaming(cu_seqlens_q="cu_seqlens_k_new", k="k_cache")
+@renaming(cu_seqlens_q="cu_seqlens_k_new", q="k", k="k_cache")
 def _check_places(where: _Where, lengths: dict[str, torch.Tensor], rows: int, packed: bool) -> None:
     """ValueError, naming the place, where new rows have none, if that can be read. A length below 0 is nobody's."""
     import numpy as np
 
-    if not _read(lengths["seqlens_k"]):
+    if not readable(lengths["seqlens_k"]):
         return
     held = {name: x.numpy().astype(np.int64) for name, x in lengths.items()}
     if where.page is None:
@@ -291,6 +291,6 @@ def _positions(base: torch.Tensor, rows: int, ends: torch.Tensor | None, togethe
 
 
 def _turned(x: torch.Tensor, positions: torch.Tensor, cos: Any, sin: Any, interleaved: bool) -> torch.Tensor:
-    if _read(positions) and positions.numel() and (last := int(positions.max())) >= len(cos):
+    if readable(positions) and positions.numel() and (last := int(positions.max())) >= len(cos):
         raise ValueError(f"rotary_cos has angles for {len(cos)} positions; it must have those of position {last} too")
     return rotate(torch, x, cos, sin, positions, interleaved)

@@ -5,12 +5,14 @@ The biases here have the names and constructors of those in xformers.ops.fmha.at
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
 from .. import api
 from ..other_names import renaming
+from ..scalars import whole_number
 from ..signature import unscripted
 from ..torch.dropout import check_tensors, dropout_options
 from . import xformers_blocks
@@ -47,6 +49,11 @@ __all__ = [
     "memory_efficient_attention_forward_requires_grad", "unbind",
 ]  # fmt: skip
 
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "bias": "attn_bias", "mask": "attn_bias",
+    "cu_seqlens_q": "attn_bias.q_seqinfo.seqstart", "cu_seqlens_k": "attn_bias.k_seqinfo.seqstart",
+    "seqlens_k": "attn_bias.k_seqinfo.seqlen", "page_table": "attn_bias.block_tables",
+}  # fmt: skip
 unbind = torch.unbind
 MemoryEfficientAttentionCutlassOp = MemoryEfficientAttentionFlashAttentionOp = None  # for op, which is ignored
 
@@ -79,8 +86,8 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
     """The same, and of those keys only the last `window_size`."""
 
     def __init__(self, _window_size: int) -> None:
-        if _window_size <= 0:
-            raise ValueError(f"_window_size is {_window_size}; it must be 1 or more")
+        if (size := whole_number(_window_size)) is None or size <= 0:
+            raise ValueError(f"_window_size is {_window_size!r}; it must be a number of keys, 1 or more")
         self._window_size = _window_size
 
 
@@ -89,8 +96,8 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
     def __init__(self, window_left: int, window_right: int) -> None:
         for name, n in (("window_left", window_left), ("window_right", window_right)):
-            if n < 0:
-                raise ValueError(f"{name} is {n}; it must be 0 or more")
+            if (whole := whole_number(n)) is None or whole < 0:
+                raise ValueError(f"{name} is {n!r}; it must be a number of keys, 0 or more")
         self.window_left, self.window_right = window_left, window_right
 
 
@@ -121,7 +128,7 @@ def memory_efficient_attention(
 memory_efficient_attention_forward = torch.no_grad()(memory_efficient_attention)
 
 
-@renaming(torch.compiler.is_compiling, q="query", k="key", v="value", bias="attn_bias", mask="attn_bias")
+@renaming(torch.compiler.is_compiling, **_NAMES)
 def memory_efficient_attention_forward_requires_grad(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -150,10 +157,10 @@ def memory_efficient_attention_forward_requires_grad(
     shape = query.shape
     if query.dim() == 3:
         query, key, value = (x.unsqueeze(2) for x in (query, key, value))
-        options |= {name: x.unsqueeze(1) for name, x in _of_rank(options, 3)}
+        options |= {name: _of_all(x, shape, key).unsqueeze(1) for name, x in _of_rank(options, 3)}
     elif query.dim() == 5:
         query, key, value = xformers_blocks.of_groups(query, key, value)
-        options |= {name: x.flatten(1, 2) for name, x in _of_rank(options, 5)}
+        options |= {name: _of_all(x, shape, key).flatten(1, 2) for name, x in _of_rank(options, 5)}
     elif query.dim() != 4:
         raise ValueError(f"query has shape {tuple(shape)}; it must have 3, 4 or 5 dimensions")
     out, lse = api.attention(query, key, value, scale=scale, return_lse=True, **options)
@@ -166,10 +173,11 @@ def _of_blocks(
     placed: xformers_blocks.Placed, shape: Any, p: float, scale: float | None, output_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of sequences one after another, (1, M, ..., H, K)."""
-    out, lse = api.attention(
-        placed.q, placed.k, placed.v, scale=scale, return_lse=True, **placed.options,
-        **dropout_options("p", p, placed.q),
-    )  # fmt: skip
+    options = placed.options | dropout_options("p", p, placed.q)
+    try:
+        out, lse = api.attention(placed.q, placed.k, placed.v, scale=scale, return_lse=True, **options)
+    except NotImplementedError as error:  # under vmap
+        raise NotImplementedError(re.sub(r"\w+", lambda x: _NAMES.get(x[0], x[0]), str(error))) from error
     out, lse = out.reshape(*shape[:-1], placed.v.shape[-1]), lse[None]
     lse = lse.unflatten(1, shape[2:4]) if len(shape) == 5 else lse
     return (out if output_dtype is None else out.to(output_dtype)), lse
@@ -177,6 +185,17 @@ def _of_blocks(
 
 def _of_rank(options: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
     return [(name, options[name]) for name in ("bias", "mask") if name in options and options[name].dim() == rank]
+
+
+def _of_all(x: torch.Tensor, shape: Any, key: torch.Tensor) -> torch.Tensor:
+    """x, (B, M, N) or (B, G, H, M, N), with all groups and heads where it has but some; ValueError if it is not so."""
+    wanted = (shape[0], *shape[2:-1], shape[1], key.shape[1])
+    if any(n not in (1, m) for n, m in zip(x.shape, wanted)):
+        raise ValueError(
+            f"attn_bias has shape {tuple(x.shape)}; it must be {wanted}, where a length of 1 stands for all"
+        )
+    some = x.dim() == 5 and 1 in x.shape[1:3] and x.shape[1:3] != (1, 1)
+    return x.expand(-1, *shape[2:4], -1, -1) if some else x
 
 
 def _options(attn_bias: Any) -> dict[str, Any]:

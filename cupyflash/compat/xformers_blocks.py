@@ -71,6 +71,8 @@ def placed(bias: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
             "or (1, rows, groups, heads, dim), and key and value too"
         )
     q, k, v = (x[0] for x in (of_groups(query, key, value) if query.dim() == 5 else (query, key, value)))
+    if len(v) != len(k):
+        raise ValueError(f"value has shape {tuple(value.shape)}; it must have as many rows as key, {len(k)}")
     causal, local = MASKS[name]
     options: dict[str, Any] = {"cu_seqlens_q": bias.q_seqinfo.seqstart, "causal": causal}
     if local and causal:
@@ -95,6 +97,13 @@ def placed(bias: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         k, v = (x.unflatten(0, (sequences, padding)) for x in (k, v))
         return Placed(q, k, v, options | {"seqlens_k": of_k.seqlen})
     if "GappyKeys" in name:
+        last = 0
+        for begin, n in zip(getattr(of_k, "seqstart_py", ()), of_k.seqlen_py):
+            last = max(last, begin + n) if n else last
+        if last > len(k):
+            raise ValueError(
+                f"key has shape {tuple(key.shape)}; it must have {last} rows or more, as kv_seqstarts and kv_seqlen say"
+            )
         k, v, ends = _gathered(k, v, of_k)
         return Placed(q, k, v, options | {"cu_seqlens_k": ends})
     return Placed(q, k, v, options | {"cu_seqlens_k": of_k.seqstart})

@@ -94,8 +94,8 @@ class _Window:
     _window_size: int
 
     def __post_init__(self) -> None:
-        if self._window_size <= 0:
-            raise ValueError(f"window_size is {self._window_size}; it must be 1 or more")
+        if (size := whole_number(self._window_size)) is None or size <= 0:
+            raise ValueError(f"window_size is {self._window_size!r}; it must be a number of keys, 1 or more")
 
 
 @dataclass(eq=False)
@@ -106,9 +106,9 @@ class _Blocks(AttentionBias):
     def to(self, device: Any) -> Self:
         """The same, on another device."""
         tables = {"block_tables": self.block_tables.to(device)} if hasattr(self, "block_tables") else {}
-        return dataclasses.replace(
-            self, q_seqinfo=self.q_seqinfo.to(device), k_seqinfo=self.k_seqinfo.to(device), **tables
-        )
+        q = self.q_seqinfo.to(device)
+        k = q if self.k_seqinfo is self.q_seqinfo else self.k_seqinfo.to(device)
+        return dataclasses.replace(self, q_seqinfo=q, k_seqinfo=k, **tables)
 
 
 @dataclass(eq=False)
@@ -144,7 +144,10 @@ class BlockDiagonalMask(_Blocks):
         for name, others in (("tensors_k", tensors_k), ("tensors_v", tensors_v)):
             if others is not None and (own := [len(x) for x in others]) != sizes:
                 raise ValueError(f"{name} has batches of {own}; it must have those of tensors_q, {sizes}")
-        mask = cls.from_seqlens(_rows_of(tensors_q), _rows_of(tensors_k), device=tensors_q[0].device)
+        rows = _rows_of(tensors_k)
+        if tensors_v is not None and (own := _rows_of(tensors_v)) != rows:
+            raise ValueError(f"tensors_v has {own} rows; it must have those of tensors_k, {rows}")
+        mask = cls.from_seqlens(_rows_of(tensors_q), rows, device=tensors_q[0].device)
         mask._batch_sizes = sizes
         return mask, _joined(tensors_q), _joined(tensors_k), None if tensors_v is None else _joined(tensors_v)
 
@@ -231,9 +234,38 @@ class BlockDiagonalPaddedKeysMask(_Blocks):
         return cls(**_both(q_seqlen, kv_seqlen, device, padding=kv_padding))
 
     def make_paged(self, block_tables: torch.Tensor, page_size: int, paged_type: type[_Paged]) -> Any:
-        """The same keys in pages."""
+        """The same keys in pages, and the same window. ValueError where a mask of paged_type has none, or another."""
+        _check_tables(block_tables)
+        if not dataclasses.is_dataclass(paged_type):
+            raise TypeError(f"paged_type is {paged_type!r}; it must be a class of block masks whose keys are in pages")
+        window = {name: getattr(self, name) for name in _windows_of(self)}
+        if list(window) != _windows_of(paged_type):
+            raise ValueError(
+                f"paged_type is {paged_type.__name__}; it must be one with the window of a {type(self).__name__}: "
+                f"{', '.join(window) or 'none'}"
+            )
         info = dataclasses.replace(self.k_seqinfo, padding=block_tables.shape[1] * page_size)
-        return paged_type(self.q_seqinfo, info, block_tables, page_size)
+        return paged_type(self.q_seqinfo, info, block_tables, page_size, **window)
+
+
+def _windows_of(mask: Any) -> list[str]:
+    return [x.name for x in dataclasses.fields(mask) if "window" in x.name]
+
+
+def _check_tables(x: Any) -> None:
+    must = "it must be int32 or int64, (sequences, pages of one)"
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"block_tables is a {type(x).__name__}; {must}")
+    if x.dim() != 2 or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"block_tables is {x.dtype} of shape {tuple(x.shape)}; {must}")
+
+
+class _WindowIsGiven:
+    """It has no usual size."""
+
+    @classmethod
+    def from_seqlens(cls, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{cls.__name__}.from_seqlens has no window; call from_seqlens_local with one")
 
 
 @dataclass(eq=False)
@@ -242,11 +274,11 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 
 @dataclass(eq=False)
-class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+class BlockDiagonalLocalAttentionPaddedKeysMask(_WindowIsGiven, BlockDiagonalPaddedKeysMask):
     """And a query sees so many keys to the left and to the right of the one that it stands on."""
 
-    window_left: int = 0
-    window_right: int = 0
+    window_left: int
+    window_right: int
 
     @classmethod
     def from_seqlens_local(
@@ -258,10 +290,10 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
 
 
 @dataclass(eq=False)
-class BlockDiagonalCausalLocalAttentionPaddedKeysMask(_Window, BlockDiagonalPaddedKeysMask):
+class BlockDiagonalCausalLocalAttentionPaddedKeysMask(_WindowIsGiven, _Window, BlockDiagonalPaddedKeysMask):
     """And a query sees the key that it stands on and those before it, `_window_size` in all."""
 
-    _window_size: int = 1
+    _window_size: int
 
     @classmethod
     def from_seqlens_local(
@@ -299,6 +331,7 @@ class PagedBlockDiagonalPaddedKeysMask(_Paged):
         cls, q_seqlen: Lengths, kv_seqlen: Lengths, block_tables: torch.Tensor, page_size: int, *,
         device: Any = None,
     ) -> Self:  # fmt: skip
+        _check_tables(block_tables)
         padding = block_tables.shape[1] * page_size
         both = _both(q_seqlen, kv_seqlen, block_tables.device if device is None else device, padding=padding)
         return cls(both["q_seqinfo"], both["k_seqinfo"], block_tables, page_size)
@@ -310,10 +343,10 @@ class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedK
 
 
 @dataclass(eq=False)
-class PagedBlockDiagonalCausalLocalPaddedKeysMask(_Window, PagedBlockDiagonalPaddedKeysMask):
+class PagedBlockDiagonalCausalLocalPaddedKeysMask(_WindowIsGiven, _Window, PagedBlockDiagonalPaddedKeysMask):
     """And a query sees the key that it stands on and those before it, `_window_size` in all."""
 
-    _window_size: int = 1
+    _window_size: int
 
     @classmethod
     def from_seqlens_local(

@@ -41,11 +41,19 @@ def attention_fn(
     def folded(x: jax.Array) -> jax.Array:  # axes before the last three as one
         return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) if len(lead) > 1 else x
 
+    def of_pairs(name: str, x: jax.Array) -> jax.Array:
+        own = x.shape[:-3]
+        if len(lead) > 1 and math.prod(own) > 1 and own != lead:
+            if len(own) > len(lead) or any(a not in (1, b) for a, b in zip(own[::-1], lead[::-1])):
+                raise ValueError(f"{name} has shape {x.shape}; before its last three axes it must have {lead}, or 1")
+            x = jax.numpy.broadcast_to(x, (*lead, *x.shape[-3:]))
+        return folded(x)
+
     options: dict[str, Any] = {"causal": "top_left" if is_causal else False}
     if mask is not None:
-        options["mask"] = folded(mask.astype(bool))
+        options["mask"] = of_pairs("mask", mask.astype(bool))
     if bias is not None:
-        options["bias"] = folded(bias)
+        options["bias"] = of_pairs("bias", bias)
     drops = dropout_rate > 0 and not deterministic
     if module is not None:
         if drops:

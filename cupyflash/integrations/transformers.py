@@ -32,23 +32,31 @@ def register(name: str = "cupy") -> None:
     chooses, if it computes attention by itself (Bloom, XLNet, Falcon) or does not say what these masks leave out
     (NLLB-MoE); where it runs, if it gives its attention an argument that is not understood. With
     output_attentions=True `attention_weights` makes the probabilities, those before dropout (None where the name holds
-    "flash"). ImportError where a name holds "flash" and transformers has no place
-    to answer for it.
+    "flash"). ImportError where a name holds "flash" and transformers has no place to answer for it, ValueError for a
+    name that it has already ("sdpa").
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface
 
     functions: Any = attention_forward, attention_mask
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; it must be a string, such as 'cupy'")
     if "flash" in name:
         from . import transformers_flash as flash
 
         flash.answer(name)
         functions = flash.attention_forward, flash.attention_mask
+    elif not name or any(name in x and not _is_ours(x[name]) for x in (AttentionInterface(), AttentionMaskInterface())):
+        raise ValueError(f"name is {name!r}; it must be a name that transformers does not have yet, such as 'cupy'")
     AttentionInterface.register(name, functions[0])
     AttentionMaskInterface.register(name, functions[1])
     if not _names:
         _check_classes_of(PreTrainedModel)
     _names.add(name)
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(__package__ or "cupyflash")
 
 
 def _check_classes_of(base: Any) -> None:
