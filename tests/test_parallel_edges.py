@@ -121,8 +121,8 @@ def _masks(group: Any) -> Any:
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (_merge, "an argument requires grad, but parallel.merge has no derivative"),
-        (_backward, "an argument requires grad, but parallel.attention_backward has no derivative"),
+        (_merge, "out requires grad, but parallel.merge has no derivative"),
+        (_backward, "dout requires grad, but parallel.attention_backward has no derivative"),
         (_pair, "exchange is 'keys', and group holds two"),
         (_autograd, "requires_grad of some input is "),
         (_masks, "key_rows is "),

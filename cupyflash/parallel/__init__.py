@@ -5,9 +5,9 @@ out = parallel.attention(q, k, v, group, rows=rows, causal=True)     # q, k, v, 
 """
 
 from .entries import attention, attention_backward, merge
-from .explain import explain
+from .explain import Machine, explain
 from .masks import block_mask
 from .rows import Rows
 from .simulated import Simulated as simulated
 
-__all__ = ["Rows", "attention", "attention_backward", "block_mask", "explain", "merge", "simulated"]
+__all__ = ["Machine", "Rows", "attention", "attention_backward", "block_mask", "explain", "merge", "simulated"]

@@ -74,6 +74,8 @@ def attention(
 
     Raises
     ------
+    NotImplementedError
+        Of PyTorch in forward mode, inside torch.func, and where a gradient is differentiated again.
     TypeError, ValueError
         Naming the argument, what it is and what it must be; on all ranks, where one of them is given what it cannot
         take, or two are given what differs. A rank that raises anything else leaves the others waiting until their
@@ -167,7 +169,8 @@ def merge(out: Any, lse: Any, group: Any, *, layout: str = "bshd") -> tuple[Any,
 
     For decoding over a cache that is shared out. out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) as `attention(...,
     return_lse=True)` returned them, all ranks' shaped alike; parts are merged in the order of ranks, in float32 where
-    they are of 16 bits. Autograd does not follow: tensors that require grad are refused.
+    they are of 16 bits. There is no derivative: tensors that require grad, have tangents, or are given inside a
+    transform of torch.func are refused.
     """
     ranks = of(group)
     kind = kind_of([ranks], {"q": out, "lse": lse}, {}, "merge", layout)

@@ -3,7 +3,9 @@ long that takes on paper."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import numbers
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..passes import BACKWARD, FORWARD
@@ -26,6 +28,14 @@ class Machine:
     inside: float = 350e9  # bytes/s, in a host
     between: float = 50e9  # and between hosts
     start: float = 15e-6  # seconds until a transfer has begun
+
+    def __post_init__(self) -> None:
+        positive("host", self.host)
+        for name in (x.name for x in fields(self) if x.name != "host"):
+            x, free = getattr(self, name), name == "start"  # a transfer may begin at once; the others are divided by
+            real = isinstance(x, numbers.Real) and not isinstance(x, bool) and not math.isnan(x)
+            if not real or x < 0 or (x == 0 and not free):
+                raise ValueError(f"{name} is {x!r}; it must be a number {'of at least' if free else 'above'} 0")
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ def explain(
     rows, key_rows, exchange, groups, stretches, causal, window : as of `parallel.attention`
     heads_k : int, optional
         Key heads; default: those of q.
-    machine : Machine, optional
+    machine : parallel.Machine, optional
         What seconds are reckoned by; default: H100s, eight to a host. They are of paper, not measured.
 
     Raises
@@ -83,6 +93,8 @@ def explain(
         Naming the argument, what it is and what it must be.
     """
     check_layout(layout)
+    if not isinstance(machine, (Machine, type(None))):
+        raise TypeError(f"machine is a {type(machine).__name__}; it must be a parallel.Machine or None")
     keys, m = rows if key_rows is None else key_rows, machine or Machine()
     for name, x in (("rows", rows), ("key_rows", keys)):
         if not isinstance(x, Rows):

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..blockmask.blocks import BlockMask
 from ..scalars import whole_number
+from .seen import keys_of_rows
 
 Span = tuple[int, int]  # [begin, end) of a whole sequence
 CHUNKS = (1, 2, 4, 8)  # of a rank, that `Rows.balanced` may deal out: where all may have as many rows, all have
@@ -83,9 +85,9 @@ class Rows:
         """Parts dealt out by the pairs that a mask leaves: the heaviest first, to whom has least work of those with
         room, until no exchange of two parts makes the busiest rank's work less.
 
-        mask: a `BlockMask` of the whole, what `parallel.block_mask` made, or a number for each row: how many keys it
-        sees. chunks: how many parts a rank gets; None: 1, 2, 4 or 8, what leaves the busiest rank within 5 % of the
-        mean and has no more calls than pay.
+        mask: a `BlockMask` of the whole (of all its heads and batch entries), what `parallel.block_mask` made, or a
+        number for each row: how many keys it sees. chunks: how many parts a rank gets; None: 1, 2, 4 or 8, what leaves
+        the busiest rank within 5 % of the mean and has no more calls than pay.
         """
         asked = CHUNKS if chunks is None else (positive("chunks", chunks),)
         work = np.concatenate([[0.0], np.cumsum(_work(mask, *_checked(length)))])
@@ -123,12 +125,12 @@ class Rows:
 
     def take(self, x: Any, rank: int, axis: int = 1) -> Any:
         """The rows of a rank of a whole array of any library, along `axis`: a copy."""
-        _check_axis("x", x, axis)
+        axis = _axis("x", x, axis)
         if x.shape[axis] != self.length:
             raise ValueError(
-                f"x has {x.shape[axis]} rows along axis {axis}, shape {x.shape}; it must have {self.length}"
+                f"x has {x.shape[axis]} rows along axis {axis}, shape {tuple(x.shape)}; it must have {self.length}"
             )
-        before = (slice(None),) * (axis % len(x.shape))
+        before = (slice(None),) * axis
         return concatenate([x[(*before, slice(a, b))] for a, b in self._spans(rank)] or [x[(*before, slice(0))]], axis)
 
     def _spans(self, rank: int) -> tuple[Span, ...]:
@@ -140,16 +142,17 @@ class Rows:
 
     def join(self, parts: Sequence[Any], axis: int = 1) -> Any:
         """The whole, of what each rank has: the inverse of `take`."""
+        if not hasattr(parts, "__len__"):
+            raise TypeError(f"parts is a {type(parts).__name__}; it must hold an array for each of {self.size} ranks")
         if len(parts) != self.size:
             raise ValueError(f"parts holds {len(parts)} arrays; it must hold one for each of {self.size} ranks")
         found = []
         for rank, x in enumerate(parts):
-            _check_axis(f"parts[{rank}]", x, axis)
-            if x.shape[axis] != self.count(rank):
-                raise ValueError(f"parts[{rank}] has {x.shape[axis]} rows; it must have {self.count(rank)}")
-            before = (slice(None),) * (axis % len(x.shape))
-            found += [(span, x[(*before, slice(*own))]) for span, own in self.local(rank)]
-        return concatenate([x for _, x in sorted(found, key=lambda y: y[0])] or [parts[0]], axis)
+            at = _axis(f"parts[{rank}]", x, axis)
+            if x.shape[at] != self.count(rank):
+                raise ValueError(f"parts[{rank}] has {x.shape[at]} rows; it must have {self.count(rank)}")
+            found += [(span, x[(*(slice(None),) * at, slice(*own))]) for span, own in self.local(rank)]
+        return concatenate([x for _, x in sorted(found, key=lambda y: y[0])] or [parts[0]], int(axis))
 
     def together(self, ranks: int) -> Rows:
         """Of groups of so many neighbouring ranks, as one rank each: rows in their order."""
@@ -157,10 +160,16 @@ class Rows:
         return Rows(self.length, tuple(tuple(joined(x for spans in some for x in spans)) for some in groups))
 
 
-def _check_axis(name: str, x: Any, axis: int) -> None:
-    rank = len(x.shape)
-    if not -rank <= axis < rank:
+def _axis(name: str, x: Any, axis: Any) -> int:
+    """The number of an axis of x, from 0."""
+    if not hasattr(x, "shape"):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be an array")
+    rank, number = len(x.shape), whole_number(axis)
+    if number is None:
+        raise TypeError(f"axis is {axis!r}; it must be an integer, one of the {rank} axes of {name}")
+    if not -rank <= number < rank:
         raise ValueError(f"axis is {axis}; it must be one of the {rank} axes of {name}, shape {tuple(x.shape)}")
+    return number % rank
 
 
 def cut(length: int, parts: int, multiple: int = 1) -> list[Span]:
@@ -237,16 +246,18 @@ def _dealt(parts: list[Span], work: list[float], size: int) -> list[list[Span]]:
 
 
 def _work(mask: Any, length: int) -> np.ndarray:
-    """How many keys each row sees, or as many as its block does on average."""
+    """How many keys each row sees, in all heads, or as many as its block does on average."""
     if hasattr(mask, "pairs_of_rows"):
         found = np.asarray(mask.pairs_of_rows(), float)
+    elif isinstance(mask, BlockMask):
+        found = keys_of_rows(mask)
     else:
         try:
             found = np.asarray(mask, float)
         except (TypeError, ValueError):
-            raise TypeError(
-                f"mask is a {type(mask).__name__}; it must be a block mask, or hold how many keys each row sees"
-            ) from None
+            # By its full name: PyTorch has a BlockMask, too.
+            name = f"{type(mask).__module__}.{type(mask).__qualname__}".removeprefix("builtins.")
+            raise TypeError(f"mask is a {name}; it must be a block mask, or hold how many keys each row sees") from None
     if found.shape != (length,):
         raise ValueError(f"mask is about shape {found.shape}; it must be about {length} rows")
     if not np.all(right := (found >= 0) & np.isfinite(found)):

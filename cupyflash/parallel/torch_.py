@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
+from ..interop.torch_derivatives import any_dual
+from ..interop.torch_operators import is_batched
 from ..interop.torch_ops import _autocast, _autocast_dtype, recorded
 from . import calls
 from .arrays import packed
@@ -25,6 +30,8 @@ def attention(
     """
     if torch.compiler.is_compiling():
         return _uncompiled(q, k, v, group, return_lse=return_lse, **options)
+    if _may_be_transformed():
+        _refuse_transformed("attention", {"q": q, "k": k, "v": v} | _arrays_of(options), group)
     if not (reads := dict(options.get("score_arrays") or {})):
         options.pop("score_arrays", None)
     named = [name for name in _FOLLOWED if options.get(name) is not None]
@@ -73,10 +80,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: _How, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
         given = how.given([x.detach() for x in tensors])
-        q, k, v = (x.detach() for x in (q, k, v))
         plan = {name: given.pop(name, None) for name in PLAN}
-        out, lse = calls.forward(q, k, v, how.ranks, plan, given, how.return_lse, followed=True)
+        out, lse = calls.forward(
+            q.detach(), k.detach(), v.detach(), how.ranks, plan, given, how.return_lse, followed=True
+        )
         ctx.how = how
+        # As they were given: gradients that are differentiated again must lead to them, to be refused there.
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -84,11 +93,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         saved = ctx.saved_tensors
+        if _may_be_transformed() or is_batched(dout) or is_batched(dlse):
+            _refuse_transformed("attention", {"the gradient of out": dout, "the gradient of lse": dlse}, ctx.how.ranks)
         with torch.no_grad(), _as_they_are(saved[0]):
             grads = _Attention._gradients(ctx, dout, dlse, *saved)
         if not torch.is_grad_enabled():
             return grads
-        found = iter(_Once.apply(*(x.requires_grad_() for x in grads if x is not None)))  # create_graph=True
+        # create_graph=True
+        followed = [x for x in (dout, dlse, *saved) if x is not None and x.requires_grad]
+        found = iter(_Once.apply([x for x in grads if x is not None], *followed))
         return tuple(None if x is None else next(found) for x in grads)
 
     @staticmethod
@@ -111,11 +124,12 @@ class _Attention(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Gradients as they are, of which there is no derivative."""
+    """Gradients as they are, of which there is no derivative. They hang on all that they follow from, so that whoever
+    asks for a derivative of them, of whatever input, comes by here."""
 
     @staticmethod
-    def forward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return tuple(x.view_as(x) for x in grads)
+    def forward(ctx: Any, grads: Sequence[Any], *followed: Any) -> tuple[Any, ...]:
+        return tuple(grads)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
@@ -125,9 +139,15 @@ class _Once(torch.autograd.Function):
         )
 
 
+_OPERANDS = ("dout", "q", "k", "v", "out", "lse")
+
+
 def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
     """`calls.attention_backward`, which autograd does not follow."""
-    _refuse_followed("attention_backward", (*arrays[:6], dlse), arrays[6])
+    operands = dict(zip(_OPERANDS, arrays), dlse=dlse)
+    if _may_be_transformed() or is_batched(arrays[0]) or is_batched(dlse):
+        _refuse_transformed("attention_backward", operands | _arrays_of(given), arrays[6])
+    _refuse_followed("attention_backward", operands, arrays[6])
     if _any_requires_grad(given.values()) or given.get("score_arrays"):
         with torch.no_grad():  # (4 us)
             return calls.attention_backward(*arrays, dlse=dlse, **given)
@@ -136,16 +156,65 @@ def attention_backward(*arrays: Any, dlse: Any = None, **given: Any) -> Any:
 
 def merge(out: Any, lse: Any, group: Any, **given: Any) -> tuple[Any, Any]:
     """`calls.merge`, which autograd does not follow."""
-    _refuse_followed("merge", (out, lse), group)
+    if _may_be_transformed() or is_batched(out) or is_batched(lse):
+        _refuse_transformed("merge", {"out": out, "lse": lse}, group)
+    _refuse_followed("merge", {"out": out, "lse": lse}, group)
     with torch.no_grad():
         return calls.merge(out, lse, group, **given)
 
 
-def _refuse_followed(function: str, arrays: Sequence[Any], group: Any) -> None:
-    if torch.is_grad_enabled() and _any_requires_grad(arrays):
-        text = f"an argument requires grad, but parallel.{function} has no derivative"
-        calls.refused(function, group, NotImplementedError(f"{text}; detach it, or call under torch.no_grad()"))
+def _refuse_followed(function: str, arrays: Mapping[str, Any], group: Any) -> None:
+    if torch.is_grad_enabled() and _any_requires_grad(arrays.values()):
+        name = next(name for name, x in arrays.items() if getattr(x, "requires_grad", False))
+        text = f"{name} requires grad, but parallel.{function} has no derivative; it must not"
+        calls.refused(function, group, NotImplementedError(f"{text}: detach it, or call under torch.no_grad()"))
 
 
 def _any_requires_grad(xs: Iterable[Any]) -> bool:
     return True in [getattr(x, "requires_grad", False) for x in xs]
+
+
+def _may_be_transformed() -> bool:
+    """Whether forward mode or a transform of torch.func is there at all; every call asks."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The optional arrays by the names that messages have for them."""
+    reads = options.get("score_arrays")
+    of_score = reads if isinstance(reads, Mapping) else {}  # else named by `check`
+    return {**options, **{f"score_arrays[{name!r}]": x for name, x in of_score.items()}}
+
+
+def _refuse_transformed(function: str, arrays: Mapping[str, Any], group: Any) -> None:
+    """NotImplementedError, on all ranks, where forward mode, torch.func or autograd's own vmap follows a tensor: its
+    tangent would be lost, or it has no memory that could be sent."""
+    tensors = {name: x for name, x in arrays.items() if isinstance(x, torch.Tensor)}
+    if (level := _functorch.peek_interpreter_stack()) is not None:
+        # All tensors that are made at such a level belong to it, whatever was given.
+        wrapped = [name for name, x in tensors.items() if _functorch.is_functorch_wrapped_tensor(x)]
+        name = [*wrapped, *arrays][0]
+        what = f"is given inside {_TRANSFORMS.get(level.key(), 'a transform of torch.func')}"
+        must = "must be given outside of it"
+    elif (found := next((name for name, x in tensors.items() if is_batched(x)), None)) is not None:
+        name, what, must = found, "is mapped by autograd (is_grads_batched=True)", "must be given one at a time"
+    elif (found := next((name for name, x in tensors.items() if any_dual((x,))), None)) is not None:
+        name, what, must = found, "has a tangent of forward mode", "must have none"
+    else:
+        return
+    has = "has no derivative and is not mapped"
+    if function == "attention":
+        has = "has its gradient alone, by .backward() or torch.autograd.grad, and is not mapped"
+    error = NotImplementedError(
+        f"{name} {what}, but parallel.{function} {has}; it {must}, or the call be cupyflash.{function}, on one device"
+    )
+    with temporarily_clear_interpreter_stack():  # else what tells the other ranks would be transformed
+        calls.refused(function, group, error)
+
+
+_functorch: Any = torch._C._functorch
+_TRANSFORMS = {
+    TransformType.Grad: "torch.func.grad (or vjp, jacrev)",
+    TransformType.Jvp: "torch.func.jvp (or jacfwd)",
+    TransformType.Vmap: "torch.func.vmap",
+}
