@@ -110,7 +110,7 @@ def test_xformers() -> None:
         mask = xformers.LowerTriangularFromBottomRightLocalAttentionMask(size)
         same(xformers.memory_efficient_attention(q, k, v, mask), (size - 1, 0))
     for left, right in ((-1, 0), (0, -1)):
-        with pytest.raises(ValueError, match="is -1; it must be 0 or more"):
+        with pytest.raises(ValueError, match="is -1; it must be a number of keys, 0 or more"):
             xformers.LocalAttentionFromBottomRightMask(left, right)
 
 

@@ -60,7 +60,7 @@ def test_sums_of_shares_take_twice_what_q_does_or_little() -> None:
         return dict(chosen.scalars)["shares"], sums >> 20
 
     assert found(64, (1, 1, 1), 4096) == (4, 8) and found(128, (1, 1, 1), 2048) == (4, 8)
-    assert found(128, (1, 32, 4), 3000, right=0) == (5, 60) and found(192, (2, 2, 2), 32768) == (1, 0)
+    assert found(128, (1, 32, 4), 3000, right=0) == (5, 60) and found(192, (2, 2, 2), 32768) == (2, 96)
     assert found(128, (1, 15, 3), 4416) == (5, 65)  # 4 waves of 105 key tiles in place of 5 times 105 on 132
 
 
@@ -86,7 +86,7 @@ def test_sums_of_the_heads_that_come_first_are_cleared_by_the_launch_before() ->
     fields = {"heads_q": 16, "heads_k": 16, "seq_q": 2048, "seq_k": 2048}
     for more, cleared in (
         ({"batch": 8}, 9),  # of 16 key tiles each, on 132 multiprocessors
-        ({"batch": 1, "heads_q": 3, "heads_k": 3, "seq_q": 700}, 3),
+        ({"batch": 1, "heads_q": 3, "heads_k": 3, "seq_q": 700}, 6),  # two shares of each
         ({"batch": 8, "causal": "bottom_right", "right": 0}, 16),  # dealt out together
         ({"batch": 8, "seq_k": 100}, 0),  # the only key tile leaves rows
         ({"batch": 8, "left": 100, "right": 0}, 0),  # the first key tile stores
