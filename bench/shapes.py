@@ -38,6 +38,7 @@ from cupyflash.gpu.device import Arch, current
 from cupyflash.gpu.families import sm90_backward
 from cupyflash.gpu.families import sm90_backward_cost as cost
 from cupyflash.gpu.families.sm90_backward_tiles import cluster_keys
+from cupyflash.gpu.kernel_plan import ceil
 from cupyflash.gpu.plans import plans
 from cupyflash.gpu.source import generate
 from cupyflash.passes import PASSES, Pass
@@ -201,8 +202,8 @@ def ways(call: Call, arch: Arch) -> dict[str, tuple[cost.Dealt, int]]:
     if found is None:
         return {}
     t, heads = found.tile, problem.batch * problem.heads_k
-    clusters, key_tiles = max(1, t.blocks * arch.sms // t.cluster), -(-problem.seq_k // cluster_keys(problem, t))
-    query_tiles, wave = problem.group * -(-problem.seq_q // t.rows), -(-clusters // key_tiles)
+    clusters, key_tiles = sm90_backward._clusters(arch, t), ceil(problem.seq_k, cluster_keys(problem, t))
+    query_tiles, wave = problem.group * ceil(problem.seq_q, t.rows), ceil(clusters, key_tiles)
     tried = [cost.Dealt(n) for n in (1, 2, 3, 4, 6, 8, 12, 16)]
     tried += [cost.Dealt(n, heads - last) for n in (2, 4, 6) for last in (1, 2, wave) if last < heads]
     made: dict[str, tuple[cost.Dealt, int]] = {}
@@ -218,15 +219,18 @@ def beside_ways(call: Call, of: Pass) -> tuple[dict[str, float], dict[str, str]]
     """Seconds of the planner's way and of others."""
     case = models.draw(call, "bfloat16", 0)
 
+    def as_planned(case: peers.Case, of: Pass) -> Candidate:
+        return _replayed(peers.ours(), [case] * CALLS, case, of)
+
     def dealt_out(dealt: cost.Dealt, together: int, case: peers.Case, of: Pass) -> Candidate:
         with (
             mock.patch.object(cost, "shares", lambda *_: dealt),
             mock.patch.object(cost, "_orders", lambda *_: (together,)),
             kernels_of(source.kernels_folder()),
         ):
-            return _replayed(peers.ours(), [case] * CALLS, case, of)
+            return as_planned(case, of)
 
-    prepares: dict[str, peers.Prepare] = {"ours": lambda case, of: _replayed(peers.ours(), [case] * CALLS, case, of)}
+    prepares: dict[str, peers.Prepare] = {"ours": as_planned}
     prepares |= {name: functools.partial(dealt_out, *way) for name, way in ways(call, current(0)).items()}
     candidates, notes = compare(prepares, case, of)
     seconds, more = take_turns(candidates, Options(rounds=4, min_ms=3), patience=0.1)

@@ -12,7 +12,6 @@ import torch
 
 from .. import api
 from ..other_names import renaming
-from ..scalars import whole_number
 from ..signature import unscripted
 from ..torch.dropout import check_tensors, dropout_options
 from . import xformers_blocks
@@ -32,6 +31,7 @@ from .xformers_masks import (
     PagedBlockDiagonalCausalLocalPaddedKeysMask,
     PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
     PagedBlockDiagonalPaddedKeysMask,
+    check_keys,
 )
 
 __all__ = [
@@ -86,8 +86,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
     """The same, and of those keys only the last `window_size`."""
 
     def __init__(self, _window_size: int) -> None:
-        if (size := whole_number(_window_size)) is None or size <= 0:
-            raise ValueError(f"_window_size is {_window_size!r}; it must be a number of keys, 1 or more")
+        check_keys("_window_size", _window_size, 1)
         self._window_size = _window_size
 
 
@@ -95,9 +94,8 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
     """Query i sees keys from i + N - M - window_left to i + N - M + window_right."""
 
     def __init__(self, window_left: int, window_right: int) -> None:
-        for name, n in (("window_left", window_left), ("window_right", window_right)):
-            if (whole := whole_number(n)) is None or whole < 0:
-                raise ValueError(f"{name} is {n!r}; it must be a number of keys, 0 or more")
+        check_keys("window_left", window_left, 0)
+        check_keys("window_right", window_right, 0)
         self.window_left, self.window_right = window_left, window_right
 
 

@@ -90,12 +90,17 @@ def _both(q_seqlen: Lengths, kv_seqlen: Lengths, device: Any, **of_keys: Any) ->
     }  # fmt: skip
 
 
+def check_keys(name: str, n: Any, least: int) -> None:
+    """ValueError where n is no number of keys that a window may have."""
+    if (whole := whole_number(n)) is None or whole < least:
+        raise ValueError(f"{name} is {n!r}; it must be a number of keys, {least} or more")
+
+
 class _Window:
     _window_size: int
 
     def __post_init__(self) -> None:
-        if (size := whole_number(self._window_size)) is None or size <= 0:
-            raise ValueError(f"window_size is {self._window_size!r}; it must be a number of keys, 1 or more")
+        check_keys("window_size", self._window_size, 1)
 
 
 @dataclass(eq=False)

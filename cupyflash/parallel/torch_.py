@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
+from ..interop.torch_ import wrapped
 from ..interop.torch_derivatives import any_dual
 from ..interop.torch_operators import is_batched
 from ..interop.torch_ops import _autocast, _autocast_dtype, recorded
@@ -190,10 +191,9 @@ def _refuse_transformed(function: str, arrays: Mapping[str, Any], group: Any) ->
     """NotImplementedError, on all ranks, where forward mode, torch.func or autograd's own vmap follows a tensor: its
     tangent would be lost, or it has no memory that could be sent."""
     tensors = {name: x for name, x in arrays.items() if isinstance(x, torch.Tensor)}
-    if (level := _functorch.peek_interpreter_stack()) is not None:
+    if (level := peek_interpreter_stack()) is not None:
         # All tensors that are made at such a level belong to it, whatever was given.
-        wrapped = [name for name, x in tensors.items() if _functorch.is_functorch_wrapped_tensor(x)]
-        name = [*wrapped, *arrays][0]
+        name = [*(name for name, x in tensors.items() if wrapped(x)), *arrays][0]
         what = f"is given inside {_TRANSFORMS.get(level.key(), 'a transform of torch.func')}"
         must = "must be given outside of it"
     elif (found := next((name for name, x in tensors.items() if is_batched(x)), None)) is not None:
@@ -212,7 +212,6 @@ def _refuse_transformed(function: str, arrays: Mapping[str, Any], group: Any) ->
         calls.refused(function, group, error)
 
 
-_functorch: Any = torch._C._functorch
 _TRANSFORMS = {
     TransformType.Grad: "torch.func.grad (or vjp, jacrev)",
     TransformType.Jvp: "torch.func.jvp (or jacfwd)",
